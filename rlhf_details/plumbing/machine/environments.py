@@ -66,11 +66,8 @@ class Environment:
         """Where the function is at fault, all processes end. Call it on every process."""
         said, fault = [], ""
         try:
-            said = self.function(rows, prompts=[row.text for row in rows], completions=turns) if rows else []
-            for x in said:
-                if not (x is None or isinstance(x, str) or is_said(x)):
-                    kinds = "neither a text, nor messages with a text as content, nor None"
-                    raise rewards.Fault(f"{self.function.what} returned {x!r}, which is {kinds}")
+            found = self.function(rows, prompts=[row.text for row in rows], completions=turns) if rows else []
+            said = [None if x is None else self.messages(x) for x in found]
         except rewards.Fault as e:
             fault = str(e)
         rewards.end_if_any(self.accelerator, gather_object([fault]))
@@ -80,14 +77,13 @@ class Environment:
         """Whether no process has an active episode. Call it on every process."""
         return not any(gather_object([bool(active)]))
 
-    def observation(self, row, room, said):
-        """`between` of a text or messages, or None where there is none, it has too many tokens or leaves no turn room.
+    def observation(self, row, room, messages):
+        """`between` of messages, or None where there are none, they have too many tokens or leave no turn room.
 
-        Under --long_observation cut its longest text loses its end, but not what the template writes behind it.
+        Under --long_observation cut the longest text loses its end, but not what the template writes behind it.
         """
-        if said is None:
+        if messages is None:
             return None
-        messages = self.messages(said)
         ids, limit = self.between(row, messages), self.args.max_observation_tokens or room
         while len(ids) > limit < room and self.args.long_observation == "cut":
             # The template's closing tokens stay, so a text is cut and not the ids.
@@ -99,10 +95,14 @@ class Environment:
         return ids if len(ids) <= limit and len(ids) < room else None
 
     def messages(self, said):
-        """Messages of their own, of which a text is one."""
-        if isinstance(said, list):
-            return [{**message} for message in said]
-        return [{"role": self.args.env_role, "content": said} | ({"tool_call_id": tools.ID} if self.args.tools else {})]
+        """What an environment says, a text or messages, as messages of their own. Raises a Fault if it is neither."""
+        if isinstance(said, str):
+            more = {"tool_call_id": tools.ID} if self.args.tools else {}
+            said = [{"role": self.args.env_role, "content": said} | more]
+        if not (chat.is_messages(said) and all(isinstance(message.get("content"), str) for message in said)):
+            kinds = "neither a text, nor messages with a text as content, nor None"
+            raise rewards.Fault(f"{self.function.what} returned {said!r}, which is {kinds}")
+        return [{**message} for message in said]
 
     def between(self, row, messages):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""
@@ -119,14 +119,9 @@ class Environment:
             console.say("the chat template drops the reasoning of earlier turns; here the ids that were sampled stay")
 
 
-def is_said(x):
-    """Whether an environment may say x, which is no text: messages."""
-    return chat.is_messages(x) and all(isinstance(message.get("content"), str) for message in x)
-
-
-def as_text(said):
+def as_text(messages):
     """What an environment says as one text, or None."""
-    return "\n".join(message["content"] for message in said) if isinstance(said, list) else said
+    return messages and "\n".join(message["content"] for message in messages)
 
 
 def metrics(found, prefix, length):
