@@ -141,7 +141,7 @@ def one_run(spec, engine):
         next(m for m in inner.modules() if isinstance(m, torch.nn.Linear)).register_forward_hook(note)
         return module, optimizer
 
-    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size):
+    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size, room=None):
         sampling.add(threading.get_ident())  # With --overlap a thread of its own samples.
         found = sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, size)
         responses, mask, _ = found

@@ -80,8 +80,13 @@ def show_help(script, parts):
         box = dataclasses.make_dataclass("Box", boxes[title])
         kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))
     (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
-    options = dict(description=f"{what}\n\nExample: {example.strip()}", config=(tyro.conf.OmitArgPrefixes,)) | OPTIONS
-    tyro.cli(dataclasses.make_dataclass("Args", kinds), args=["--help"], **options)
+    tyro.cli(
+        dataclasses.make_dataclass("Args", kinds),
+        args=["--help"],
+        description=f"{what}\n\nExample: {example.strip()}",
+        config=(tyro.conf.OmitArgPrefixes,),
+        **OPTIONS,
+    )
 
 
 def preset_of(args):

@@ -215,7 +215,7 @@ def refuse_lost_weights(model, names, path, flag):
     is not 0. A line names modules in the files that it does not have at all.
     """
     # Old files hold the buffers of GPT-2 and its kin, which are no weights.
-    names = {x for x in names - {name for name, _ in model.named_buffers()} if not x.endswith("masked_bias")}
+    names = {x for x in names - dict(model.named_buffers()).keys() if not x.endswith("masked_bias")}
     name, revision = console.split(path)
     for file in Path(cached_file(name, "config.json", revision=revision)).parent.glob("*.safetensors") if names else ():
         with safe_open(file, "pt") as saved:
@@ -250,9 +250,9 @@ def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **op
 
     On a GPU it makes every mask. To read one, the host would wait for the GPU in each forward.
     """
-    is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
-    options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
-    return transformers.masking_utils.sdpa_mask(*args, **options)
+    skip = allow_is_causal_skip and (attention_mask is None or attention_mask.device.type == "cpu")
+    make = transformers.masking_utils.sdpa_mask
+    return make(*args, attention_mask=attention_mask, allow_is_causal_skip=skip, **options)
 
 
 def num_tokens(model):
@@ -328,8 +328,10 @@ def make_small(args, rows):
         tokenizer = toy.tokenizer(task)
     else:
         backend, texts = ByteLevelBPETokenizer(), [row["prompt"] + row["completion"] for row in rows]
-        options = dict(min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False)
-        backend.train_from_iterator(texts, args.vocab_size, **options)
+        special = ["<pad>", "<eos>"]
+        backend.train_from_iterator(
+            texts, args.vocab_size, min_frequency=2, special_tokens=special, show_progress=False
+        )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
     config = transformers.GPTNeoXConfig(
         vocab_size=len(tokenizer),
@@ -359,9 +361,14 @@ def add_adapters(model, rank):
     from peft import LoraConfig, LoraModel
 
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    options = dict(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
-    frozen = [name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad]
-    config = LoraConfig(exclude_modules=frozen, **options)
+    config = LoraConfig(
+        task_type=kind,
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=[name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad],
+    )
     try:
         model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:

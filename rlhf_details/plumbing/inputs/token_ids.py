@@ -117,8 +117,9 @@ def marked(tokenizer, messages, options):
     """(Token ids, which of them it marks) of a chat whose template has {% generation %} marks, else ([], [])."""
     if not re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template(tools=options.get("tools")))):
         return [], []
-    more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = chat.render(tokenizer, messages, options, **more)
+    found = chat.render(
+        tokenizer, messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     return found["input_ids"], [bool(x) for x in found["assistant_masks"]]
 
 

@@ -105,8 +105,8 @@ def configure_deepspeed(accelerator, args):
     # The weights stay fp32 and bf16 is autocast, as under the other engines.
     config["bf16"] = config["fp16"] = {"enabled": False}
     # ZeRO-3 has no cache of weights in bf16, which would keep the whole of them.
-    cast = {"dtype": torch.bfloat16, "enabled": kind == "bf16", "cache_enabled": plugin.zero_stage != 3}
-    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, **cast)
+    device, is_on, is_kept = accelerator.device.type, kind == "bf16", plugin.zero_stage != 3
+    accelerator.autocast = lambda: torch.autocast(device, torch.bfloat16, is_on, is_kept)
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
     config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
     config["train_micro_batch_size_per_gpu"] = args.micro_batch_size

@@ -44,8 +44,18 @@ class Sampler:
 
     def in_pieces(self, policy, queries, query_mask, numbers, n, key, room=None):
         size = self.args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
-        how = dict(n=n, response_length=self.args.response_length, stop_ids=self.stop_ids, key=key, size=size)
-        return self.sample(policy, queries, query_mask, numbers, **how, room=room)
+        return self.sample(
+            policy,
+            queries,
+            query_mask,
+            numbers,
+            n=n,
+            response_length=self.args.response_length,
+            stop_ids=self.stop_ids,
+            key=key,
+            size=size,
+            room=room,
+        )
 
     def behaviour_logprobs(self, logprobs, sampled_logprobs):
         """The log-probs of the policy that sampled, from those of the training forward and of the sampler."""
@@ -80,8 +90,8 @@ def correct_for_sampler(advantages, logratio, mask, correction, cap):
     if correction == "mask":
         cut = cut | (ratio < 1 / cap)
         weights = ratio.masked_fill(cut, 0)
-    means = {"val/sampler_weight": weights, "val/sampler_cut": cut.float()}
-    return advantages * weights, {name: utils.masked_mean(x, mask) for name, x in means.items()}
+    mean_weight, share_cut = utils.masked_mean(weights, mask), utils.masked_mean(cut.float(), mask)
+    return advantages * weights, {"val/sampler_weight": mean_weight, "val/sampler_cut": share_cut}
 
 
 class Ahead(Sampler):

@@ -195,7 +195,7 @@ def identity(args, accelerator, inputs):
 
 def differences(before, now):
     """Texts that name what differs between two identities and would change a number of the curve."""
-    before, now = ({**run, **run.get("args", {})} for run in (before, now))
+    before, now = (run | run.get("args", {}) for run in (before, now))
     may_change = {"args", *flags.MEMORY_KNOBS, *flags.OUTPUTS}
     if not flags.differences(before, now, {"template_date", *may_change}):
         return []  # Where a chat template writes the day, the checksum differs as well.

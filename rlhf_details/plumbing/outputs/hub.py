@@ -110,10 +110,11 @@ def open_repository(args):
 
 def push(args, repository):
     """Uploads output_dir, and says where it is, or that this failed. The model on the disk stays."""
-    options = {"folder_path": args.output_dir, "commit_message": f"Trained with {script_of(args)}"}
+    message = f"Trained with {script_of(args)}"
     try:
-        address = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options).commit_url
-        console.say(f"pushed to {repository}: {address}")
+        api = huggingface_hub.HfApi()
+        pushed = api.upload_folder(repo_id=repository, folder_path=args.output_dir, commit_message=message)
+        console.say(f"pushed to {repository}: {pushed.commit_url}")
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = shlex.join(["hf", "upload", repository, args.output_dir])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"

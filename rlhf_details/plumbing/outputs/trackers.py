@@ -48,9 +48,19 @@ def start(args, accelerator, folder, about, update, prompts):
 
     # The commit is a tag as well, so that filters compare versions. 64 letters are the most that wandb takes.
     tags = [*args.wandb_tags, *filter(None, [git("describe", "--tags", "--always", "--dirty")[:64]])]
-    options = dict(entity=args.wandb_entity, name=folder.name, group=flags.experiment(args), tags=tags, save_code=True)
-    options |= dict(job_type=args.exp_name, config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
-    accelerator.log_with.append(WandBTracker(args.wandb_project_name, **options))
+    of_wandb = WandBTracker(
+        args.wandb_project_name,
+        entity=args.wandb_entity,
+        name=folder.name,
+        group=flags.experiment(args),
+        tags=tags,
+        job_type=args.exp_name,
+        config=about["args"] | about,
+        save_code=True,
+        id=about.get("wandb_id"),
+        resume="allow",
+    )
+    accelerator.log_with.append(of_wandb)
     try:
         # Where there is a terminal, it asks for a key. Behind a launcher nobody may see the question.
         if wandb.setup().settings.mode == "online" and not wandb.login(timeout=10, verify=False):
