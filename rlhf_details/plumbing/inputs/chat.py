@@ -5,7 +5,8 @@ import json
 import re
 from datetime import datetime
 
-QUESTION, ANSWER = {"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}
+QUESTION = {"role": "user", "content": "A question."}
+ANSWER = {"role": "assistant", "content": "An answer."}
 
 
 class RowError(Exception):
@@ -31,7 +32,8 @@ def render(tokenizer, messages, options=None, **more):
     Where a template writes no calls of tools, they stand in the content, as Qwen's and Hermes' templates write them.
     """
     options = dict(options or {})
-    date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
+    date = options.pop("date", None)
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
     if not writes_calls(template):
         messages = [with_calls(message) if message.get("tool_calls") else message for message in messages]
     if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
@@ -74,5 +76,6 @@ def shared_length(a, b):
 
 def with_special(tokenizer, text):
     """(token ids of a text, the places in them of special tokens, which are no part of ordinary text)."""
-    ids, special = tokenizer(text, add_special_tokens=False).input_ids, tokenizer.added_tokens_decoder
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    special = tokenizer.added_tokens_decoder
     return ids, [place for place, i in enumerate(ids) if i in special]

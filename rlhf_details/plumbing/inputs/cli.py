@@ -49,7 +49,8 @@ def parse(args_class, argv=None, defaults=None, is_help=False):
         if get_origin(field.type) is tuple and given.count(field.name) > 1:
             console.fail(f"--{field.name}: is given twice; give it once, with all its values behind it")
     read = functools.partial(tyro.cli, args_class, **OPTIONS)
-    words, without_help = flags.as_words(defaults or {}), [word for word in argv if word not in HELP]
+    words = flags.as_words(defaults or {})
+    without_help = [word for word in argv if word not in HELP]
     if "config" in given and (file := read(args=without_help).config):
         with console.reading("--config", file):
             words += flags.as_words(tomllib.loads(Path(file).read_text(encoding="utf-8")))
@@ -68,7 +69,8 @@ def show_help(script, parts):
 
     Args: script, a module; parts, {prefix of the flags: the arguments whose values it shows as defaults}.
     """
-    boxes, kinds = {}, []
+    boxes = {}
+    kinds = []
     for prefix, args in parts.items():
         texts = flags.described(type(args))
         for field in dataclasses.fields(args):
@@ -91,7 +93,8 @@ def show_help(script, parts):
 
 def preset_of(args):
     """(the data set or the size of the model in words, {flag: value} that the page's table has for it)."""
-    task, presets = args.dataset.partition(":")[0], getattr(inspect.getmodule(type(args)), "presets", {})
+    task = args.dataset.partition(":")[0]
+    presets = getattr(inspect.getmodule(type(args)), "presets", {})
     if task in presets:
         return f"--dataset {task}", presets[task]
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
@@ -99,7 +102,8 @@ def preset_of(args):
         size, presets, kind = size_of_new(args), presets.get(path, {}), "new model of at most"
     else:
         try:
-            size, kind = size_of(path, args.trust_remote_code), "model of"
+            size = size_of(path, args.trust_remote_code)
+            kind = "model of"
         except Exception:  # A model that cannot be read, or none, ends the script where it is loaded or asked for.
             return "", {}
     limits = [limit for limit in presets if isinstance(limit, float) and size < limit]
@@ -120,7 +124,8 @@ def size_of(path, trust_remote_code=False):
 
 def size_of_new(args):
     """The number of parameters of the GPT-NeoX that models.make_small makes, if the text fills the whole vocabulary."""
-    V, H = args.vocab_size, args.hidden_size
+    V = args.vocab_size
+    H = args.hidden_size
     return 2 * V * H + args.num_layers * (12 * H * H + 13 * H) + 2 * H
 
 
@@ -190,7 +195,8 @@ def check_output_dir(args):
 
     Repeating a run into its folder is fine. `--overwrite` allows to replace other models and files, but never an input.
     """
-    folder, what = Path(args.output_dir).resolve(), f"--output_dir {args.output_dir}"
+    folder = Path(args.output_dir).resolve()
+    what = f"--output_dir {args.output_dir}"
     names = "base_model", "sft_model_path", "reward_model_path", "teacher_model_path"
     for kept in (Path(getattr(args, name, None) or ".").resolve() for name in names):  # ".": the current folder
         if kept == folder or folder in kept.parents:

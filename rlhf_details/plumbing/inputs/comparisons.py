@@ -108,7 +108,8 @@ def candidates_of(row, args, columns):
         raise RowError(f"column {kind!r}: must be a list of at least 2 candidates")
     if best not in range(len(cells)):
         raise RowError(f"column 'best': {best!r} is no index of its candidates")
-    prompt, candidates = row["prompt"], [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
+    prompt = row["prompt"]
+    candidates = [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
     if kind == "sample0":  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
         prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
     return {"prompt": prompt, "candidates": candidates, "best": best}

@@ -51,7 +51,8 @@ def read_rows(args, flag, stage, split="train"):
 
 def of_each(function, rows, args, flag):
     """[function(row), ..]. A row that is wrong ends the program with its number."""
-    found, what = [], f"--{flag} {getattr(args, flag)}"
+    found = []
+    what = f"--{flag} {getattr(args, flag)}"
     for number, row in enumerate(console.progress(what, rows), 1):
         try:
             found.append(function(row))
@@ -78,7 +79,8 @@ def completion_of(row, args, columns):
     """The `completion` of a row with its `prompt`: the filled --completion_template, or what the first column of
     COMPLETIONS says after the prompt.
     """
-    name, template = column_of(row, *COMPLETIONS), getattr(args, "completion_template", None)
+    name = column_of(row, *COMPLETIONS)
+    template = getattr(args, "completion_template", None)
     if template is not None:
         answer = fill("--completion_template", template, row, columns)
     elif name is None:
@@ -176,7 +178,8 @@ def column_of(row, *names):
 
 def value_of(row, name):
     """What a column holds: text, token ids or messages. A text in the column `system` begins a conversation."""
-    value, system = row.get(name), row.get("system")
+    value = row.get(name)
+    system = row.get("system")
     is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
     if name not in CONVERSATIONS and (isinstance(value, str) or is_ids):
         return value
@@ -394,7 +397,8 @@ def counted(rows, what):
 
 def texts_of(row, column):
     """What a row's messages say, or its answers where they are texts, which may end with a control token."""
-    prompt, answers = row.columns["prompt"], said(row.columns, column)
+    prompt = row.columns["prompt"]
+    answers = said(row.columns, column)
     if is_messages(prompt):
         return [message["content"] for turns in (prompt, *answers) for message in turns]
     return [answer.rstrip()[:-1] for answer in answers if isinstance(answer, str) and prompt]
@@ -454,6 +458,8 @@ def my_share(rows, accelerator):
     All processes get as many. Numbers from N on are filler, which stands at the end of what is gathered: those rows are
     the first ones again.
     """
-    N, world, device = len(rows), accelerator.num_processes, accelerator.device
+    N = len(rows)
+    world = accelerator.num_processes
+    device = accelerator.device
     numbers = torch.arange(N + -N % world, device=device).chunk(world)[accelerator.process_index]
     return numbers, [rows[i % N] for i in numbers.tolist()]

@@ -62,7 +62,8 @@ def read_file(path, key):
         return pyarrow.parquet.read_table(path).to_pylist()
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         if kind in ("csv", "tsv"):  # All cells are texts. A short row is filled up with empty ones.
-            rows, comma = [], "," if kind == "csv" else "\t"
+            rows = []
+            comma = "," if kind == "csv" else "\t"
             try:
                 # Without `strict`, a quotation mark that nobody closes takes all rows up to the next one into its cell.
                 rows.extend(csv.DictReader(file, restval="", delimiter=comma, strict=True))
@@ -73,7 +74,9 @@ def read_file(path, key):
                 if None in row:
                     raise ValueError(f"row {number} has more cells than there are columns")
             return rows
-        text, found, end = file.read(), [], 0
+        text = file.read()
+        found = []
+        end = 0
     while (start := SPACE.match(text, end).end()) < len(text):  # JSON values one after the other
         value, end = json.JSONDecoder().raw_decode(text, start)
         found.append(value)
@@ -102,7 +105,8 @@ def load_dataset(name, part, taken):
         config, _, split = part.rpartition(":")
         is_file = bool(FILE.search(split))
         if part and not is_file and part in datasets.get_dataset_config_names(name, revision=revision):
-            config, split = part, ""
+            config = part
+            split = ""
         options = {"data_files": split, "split": "train"} if is_file else {"split": split or "train"}
         found = datasets.load_dataset(name, config or None, revision=revision, **options)
     return found.select(range(*taken.indices(len(found)))).to_list()

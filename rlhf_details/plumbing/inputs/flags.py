@@ -181,7 +181,8 @@ def described(kind):
     """{flag: (the comment above its group, up to a comma; its text)} of an Args class, from its source."""
     found = {}
     for base in reversed(kind.__mro__[:-1]):
-        group, source = "", inspect.getsource(base)
+        group = ""
+        source = inspect.getsource(base)
         for title, name, text in re.findall(r'^    (?:# (.+)|(\w+): .+\n    """((?s:.*?))""")$', source, re.M):
             group = title.partition(",")[0] or group
             if name:  # A page may give a flag another default, and that leaves it in its group.

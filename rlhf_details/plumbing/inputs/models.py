@@ -75,7 +75,8 @@ def vocabularies(*tokenizers):
 
 def append_eos(tokenizer):
     """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
-    eos, i = tokenizer.eos_token, tokenizer.eos_token_id
+    eos = tokenizer.eos_token
+    i = tokenizer.eos_token_id
     if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
         last = processors.TemplateProcessing(single=["$A", eos], special_tokens=[(eos, i)])
         steps = [tokenizer.backend_tokenizer.post_processor, last]
@@ -120,7 +121,8 @@ def load_teacher(args, tokenizer, head):
 
     Args: tokenizer, head, the student's.
     """
-    path, flag = args.teacher_model_path, "--teacher_model_path"
+    path = args.teacher_model_path
+    flag = "--teacher_model_path"
     theirs = load_tokenizer(path, flag, args)
     if different := theirs.get_vocab().items() ^ tokenizer.get_vocab().items():
         differ = sorted(dict(different))
@@ -187,7 +189,8 @@ def load(kind, path, flag, args, **options):
         )
         for name, found, expected in info["mismatched_keys"]:
             console.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
-        missing, unexpected = set(info["missing_keys"]), info["unexpected_keys"]
+        missing = set(info["missing_keys"])
+        unexpected = info["unexpected_keys"]
         refuse_lost_weights(model, unexpected, path, flag)
         if model.get_output_embeddings() and not model.all_tied_weights_keys:  # whatever the configuration says
             model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
@@ -280,7 +283,8 @@ class Head:
     def __init__(self, model):
         config = model.config.get_text_config()
         # The model stands in a list, so that no module sees it as its child.
-        self.model, self.vocab_size = [model], num_tokens(model)
+        self.model = [model]
+        self.vocab_size = num_tokens(model)
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
         self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.cap = getattr(config, "final_logit_softcapping", None)
@@ -297,11 +301,14 @@ def lm_head(model):
     """The Head of a causal model. It is shown to give the model's own logits from `hidden_states` behind padding and
     with a cache, or the program ends with one line.
     """
-    head, training, source = Head(model), model.training, getattr(model, "source", ("--base_model", "scratch"))
+    head = Head(model)
+    training = model.training
+    source = getattr(model, "source", ("--base_model", "scratch"))
     tokens = torch.arange(16, device=model.device).view(2, 8) % head.vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # A decoder that counts its own positions would count the padding.
-    positions, parts = utils.positions_from_mask(mask), (slice(0, 7), slice(7, 8))
+    positions = utils.positions_from_mask(mask)
+    parts = (slice(0, 7), slice(7, 8))
     with console.reading(*source):  # A model may fail in any way, and one from the Hub brings code of its own.
         cache = transformers.DynamicCache(config=model.config)
         logits = model.eval()(input_ids=tokens[:1, 4:], use_cache=False).logits
@@ -327,7 +334,8 @@ def make_small(args, rows):
     if task in toy.TASKS:
         tokenizer = toy.tokenizer(task)
     else:
-        backend, texts = ByteLevelBPETokenizer(), [row["prompt"] + row["completion"] for row in rows]
+        backend = ByteLevelBPETokenizer()
+        texts = [row["prompt"] + row["completion"] for row in rows]
         special = ["<pad>", "<eos>"]
         backend.train_from_iterator(
             texts, args.vocab_size, min_frequency=2, special_tokens=special, show_progress=False
@@ -391,7 +399,9 @@ class WithoutAdapters(torch.nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.model, self.policy, self.reads = policy.model, [policy], [policy]
+        self.model = policy.model
+        self.policy = [policy]
+        self.reads = [policy]
 
     def forward(self, *args, **kwargs):
         (lora,), (policy,) = self.model.lora, self.policy
@@ -417,7 +427,8 @@ def save_adapter(model, folder, base_model):
     config.base_model_name_or_path, config.revision = console.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
-    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
+    weights = get_peft_model_state_dict(model)
+    metadata = {"format": "pt"}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
         weights["score.weight"] = model.score.weight
         metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))

@@ -76,7 +76,8 @@ def render_pair(tokenizer, prompt, completion, options):
     whole = chat.render(tokenizer, turns, options)
     begin = len(text)
     if not whole.startswith(text):
-        shared, question = text[: chat.shared_length(text, whole)], prompt[-1]["content"].strip()
+        shared = text[: chat.shared_length(text, whole)]
+        question = prompt[-1]["content"].strip()
         asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
         if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
             begin = whole.rindex(asked) + len(asked)
@@ -97,7 +98,10 @@ def encode_turns(tokenizer, messages, options):
     They are those that train_agent.py would have sampled and written: an answer is what the chat template writes where
     it is the last one, with the token that ends it, and no later message changes it.
     """
-    ids, is_own, answer, end = [], [], [], stop_tokens.end_of_turn(tokenizer, options)[1]
+    ids = []
+    is_own = []
+    answer = []
+    end = stop_tokens.end_of_turn(tokenizer, options)[1]
     starts = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     for last, i in itertools.pairwise([-1, *starts]):
         before, next_answer = encode(tokenizer, messages[:i], [messages[i]], options)

@@ -72,8 +72,11 @@ def fenced(what):
     folders that the user's code has added stay, but behind all others. After a minute a line says what the run waits
     for, so a judge and what other processes do stand here as well.
     """
-    dtype, device, path = torch.get_default_dtype(), torch.get_default_device(), sys.path[:]
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    path = sys.path[:]
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     reminder = threading.Timer(PATIENCE, console.say, [f"still waiting for {what}, after {PATIENCE:g} s"])
     reminder.start()

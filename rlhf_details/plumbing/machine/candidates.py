@@ -10,7 +10,8 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import models
 
 # What responses are sampled for, a coordinate of their noise; utils.TRAINING and EVALUATION are those of comparisons.
-BEFORE, AFTER = 2, 3
+BEFORE = 2
+AFTER = 3
 
 
 class NextToken(nn.Module):
@@ -18,7 +19,9 @@ class NextToken(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
+        self.model = model
+        self.temperature = temperature
+        self.head = models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index, cache):
         """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""

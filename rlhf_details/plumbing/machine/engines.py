@@ -85,7 +85,8 @@ def configure(accelerator, args):
 
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
         # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
-        plugin.cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False, "false"
+        plugin.cpu_ram_efficient_loading = False
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         # autocast's cache would keep the whole of all weights in bf16, until the phase of the loop ends.
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     if uses_deepspeed(accelerator):
@@ -105,7 +106,9 @@ def configure_deepspeed(accelerator, args):
     # The weights stay fp32 and bf16 is autocast, as under the other engines.
     config["bf16"] = config["fp16"] = {"enabled": False}
     # ZeRO-3 has no cache of weights in bf16, which would keep the whole of them.
-    device, is_on, is_kept = accelerator.device.type, kind == "bf16", plugin.zero_stage != 3
+    device = accelerator.device.type
+    is_on = kind == "bf16"
+    is_kept = plugin.zero_stage != 3
     accelerator.autocast = lambda: torch.autocast(device, torch.bfloat16, is_on, is_kept)
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
     config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
@@ -131,7 +134,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     bf16 autocast frozen modules hold `matrices` in bf16, unless their weights are shared out.
     """
     module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
-    empty, own = empty_copy(module), set(module.modules())
+    empty = empty_copy(module)
+    own = set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.is_fsdp2:  # accelerate does the same for DDP.
         module.forward = MethodType(accelerator.autocast()(type(module).forward), module)
     if name(accelerator) == "ZeRO-3":
@@ -174,13 +178,15 @@ def precision(accelerator):
     """What matrices are multiplied in: "fp32", or autocast's "bf16" or "fp16"."""
     device = accelerator.device.type
     with accelerator.autocast():
-        is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        is_on = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype] if is_on else "fp32"
 
 
 def in_words(accelerator):
     """Engine, processes and precision, such as "2 processes (FSDP2) in bf16"."""
-    count, engine = accelerator.num_processes, name(accelerator)
+    count = accelerator.num_processes
+    engine = name(accelerator)
     processes = engine if engine == "one process" else f"{count} process{'es' * (count > 1)} ({engine})"
     return f"{processes} in {precision(accelerator)}"
 
@@ -284,7 +290,8 @@ def matrices(module):
 
     They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
     """
-    kinds, named = nn.Linear | Conv1D, module.named_modules()
+    kinds = nn.Linear | Conv1D
+    named = module.named_modules()
     linear = {m.weight for name, m in named if isinstance(m, kinds) and not name.endswith("score")}
     return linear - {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
 

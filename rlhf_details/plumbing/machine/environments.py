@@ -46,7 +46,9 @@ class Environment:
     """
 
     def __init__(self, args, accelerator, tokenizer, *data_sets):
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.args = args
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
         self.function = function_of(args, tokenizer)
         for data_set in filter(None, data_sets):
             self.function.find_columns(data_set)
@@ -64,7 +66,8 @@ class Environment:
 
     def __call__(self, rows, turns, room):
         """Where the function is at fault, all processes end. Call it on every process."""
-        said, fault = [], ""
+        said = []
+        fault = ""
         try:
             found = self.function(rows, prompts=[row.text for row in rows], completions=turns) if rows else []
             said = [None if x is None else self.messages(x) for x in found]
@@ -84,7 +87,8 @@ class Environment:
         """
         if messages is None:
             return None
-        ids, limit = self.between(row, messages), self.args.max_observation_tokens or room
+        ids = self.between(row, messages)
+        limit = self.args.max_observation_tokens or room
         while len(ids) > limit < room and self.args.long_observation == "cut":
             # The template's closing tokens stay, so a text is cut and not the ids.
             longest = max(messages, key=lambda message: len(message["content"]))

@@ -88,7 +88,8 @@ async def ask_all(args, pairs, path, api_key):
     import openai
 
     client = openai.AsyncOpenAI(api_key=api_key, base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES)
-    options, kept = {"model": args.judge_model, "temperature": 0}, {}
+    options = {"model": args.judge_model, "temperature": 0}
+    kept = {}
     found, limit = [("tied", "")] * len(pairs), TIMEOUT * (RETRIES + 2)  # A server may send a byte now and then.
     waiting = iter(console.progress(f"asking {args.judge_model}", enumerate(pairs), len(pairs)))
 

@@ -81,7 +81,8 @@ def made_up_batch(model, query_length, response_length, n):
         numbers = torch.arange(rows * columns, device=model.device).view(rows, columns)
         return numbers * 7919 % models.num_tokens(model)
 
-    queries, responses = ids(2, query_length).repeat_interleave(n, 0), ids(2 * n, response_length)
+    queries = ids(2, query_length).repeat_interleave(n, 0)
+    responses = ids(2 * n, response_length)
     query_mask = torch.ones_like(queries, dtype=torch.bool)
     query_mask[:n, : query_length // 2] = False  # The first prompt is left-padded.
     return utils.Batch(queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool))

@@ -58,7 +58,8 @@ def check_functions(args):
 def functions_of(args):
     """{name in metrics and messages: Function}. One whose name is not its own there is called FILE.py:function."""
     names = [spec.rpartition(":")[2] for spec in args.reward_fn]
-    taken, pairs = ["reward_model", *WATCHED, *names], zip(names, args.reward_fn, strict=True)
+    taken = ["reward_model", *WATCHED, *names]
+    pairs = zip(names, args.reward_fn, strict=True)
     specs = {name if taken.count(name) == 1 else spec: spec for name, spec in pairs}
     return {name: Function(name, spec, "--reward_fn") for name, spec in specs.items()}
 
@@ -94,7 +95,8 @@ class Function:
 
     def find_columns(self, data_set, more=()):
         """Exits with an error if Prompts lack a column that it needs. Args: more, names of what is no column."""
-        parameters, own = self.signature.parameters, {"prompts", "completions"}
+        parameters = self.signature.parameters
+        own = {"prompts", "completions"}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         found = {*more, *(column for row in data_set for column in row.columns)} - {"prompt", *own}
         names = own | {name for name in found if takes_all or name in parameters}
@@ -147,7 +149,10 @@ class TextModel(nn.Module):
 
     def __init__(self, model, tokenizer, size, role=None):
         super().__init__()
-        self.model, self.tokenizer, self.size, self.role = model, tokenizer, size, role
+        self.model = model
+        self.tokenizer = tokenizer
+        self.size = size
+        self.role = role
 
     def encode(self, row, texts):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
@@ -160,7 +165,9 @@ class TextModel(nn.Module):
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
-        ids, scores, context = [], [], min(models.context(self.model), sys.maxsize)
+        ids = []
+        scores = []
+        context = min(models.context(self.model), sys.maxsize)
         for row, texts, is_complete in zip(rows, said, ended, strict=True):
             query, response = self.encode(row, texts)
             whole = query + (response if is_complete else response[:-1])
@@ -186,11 +193,13 @@ def own_tokenizer(args, tokenizer, has_chats=False):
     templates. A model without a tokenizer, or without a template, has the policy's, and one that is too small for it
     ends the program with one line.
     """
-    path, flag = args.reward_model_path, "--reward_model_path"
+    path = args.reward_model_path
+    flag = "--reward_model_path"
     own = models.find_tokenizer(path, flag, args)
     ours, theirs = models.vocabularies(tokenizer, own or tokenizer)
     if own is None:
-        own, tokens = tokenizer, max(ours.values()) + 1
+        own = tokenizer
+        tokens = max(ours.values()) + 1
         size = models.read(AutoConfig, path, flag, args).get_text_config().vocab_size
         if size < tokens:
             console.fail(
@@ -218,8 +227,12 @@ class Scorer:
     """
 
     def __init__(self, args, accelerator, tokenizer, size, stop_ids):
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.size, self.stop_ids, self.text_model = size, stop_ids, None
+        self.args = args
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
+        self.size = size
+        self.stop_ids = stop_ids
+        self.text_model = None
         self.role = args.env_role if getattr(args, "max_turns", None) else None  # of observations
         self.functions = functions_of(args)
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
@@ -231,7 +244,8 @@ class Scorer:
         weights |= dict(zip(self.functions, factors, strict=True))
         if weights:
             console.say(f"rewards: {' + '.join(f'{weight:g} * {name}' for name, weight in weights.items())}")
-        self.weighted, self.counted = list(weights), [name for name, weight in weights.items() if weight]
+        self.weighted = list(weights)
+        self.counted = [name for name, weight in weights.items() if weight]
         weights |= dict.fromkeys(self.watched, 0.0)
         self.names = list(weights)
         self.weights = torch.tensor(list(weights.values()), device=accelerator.device)
@@ -243,7 +257,8 @@ class Scorer:
         text, for its chat template is another one and there are messages, or it is to read trajectories; then
         `text_model` holds it.
         """
-        args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
+        args = self.args
+        chats = [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
         own = own_tokenizer(args, self.tokenizer, bool(chats)) if "reward_model" in self.names else None
         if "reward_model" in self.names and (own or self.role):
             own, kind = own or self.tokenizer, "chat template" if reward_model else "tokenizer"
@@ -276,7 +291,9 @@ class Scorer:
         page's reward model, if it has one; texts, the responses as strings, if they are not to be decoded; ended [M],
         whether each text is complete, if not its last token says so; said, of trajectories. Call it on every process.
         """
-        fault, kinds, scored = "", set(), []
+        fault = ""
+        kinds = set()
+        scored = []
         try:
             if not said:
                 texts = texts or token_ids.decode(self.tokenizer, batch.responses, batch.response_mask)

@@ -36,7 +36,9 @@ class Sampler:
     """
 
     def __init__(self, args, sample, stop_ids):
-        self.args, self.sample, self.stop_ids = args, sample, stop_ids
+        self.args = args
+        self.sample = sample
+        self.stop_ids = stop_ids
         self.is_another = args.sampler != "own" or getattr(args, "overlap", False)
 
     def __call__(self, policy, *given):
@@ -85,12 +87,14 @@ def correct_for_sampler(advantages, logratio, mask, correction, cap):
     if advantages.dim() == 1:
         logratio, mask = logratio.sum(1), mask.any(1)  # [B]
     ratio = logratio.exp()
+    cut = ratio > cap
     # Both kinds bound what one response can be worth that the sampler found unlikely. [GEN-15]
-    cut, weights = ratio > cap, ratio.clamp(max=cap)
+    weights = ratio.clamp(max=cap)
     if correction == "mask":
         cut = cut | (ratio < 1 / cap)
         weights = ratio.masked_fill(cut, 0)
-    mean_weight, share_cut = utils.masked_mean(weights, mask), utils.masked_mean(cut.float(), mask)
+    mean_weight = utils.masked_mean(weights, mask)
+    share_cut = utils.masked_mean(cut.float(), mask)
     return advantages * weights, {"val/sampler_weight": mean_weight, "val/sampler_cut": share_cut}
 
 
@@ -99,9 +103,13 @@ class Ahead(Sampler):
 
     def __init__(self, args, sample, stop_ids, run, prompts_of):
         super().__init__(args, sample, stop_ids)
-        self.run, self.accelerator, self.device = run, run.accelerator, run.accelerator.device
+        self.run = run
+        self.accelerator = run.accelerator
+        self.device = run.accelerator.device
         self.prompts_of = prompts_of
-        world, rank, B = self.accelerator.num_processes, self.accelerator.process_index, args.batch_size
+        world = self.accelerator.num_processes
+        rank = self.accelerator.process_index
+        B = args.batch_size
         self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
         self.thread, self.pending = ThreadPoolExecutor(1), None  # None, or a function that waits for the next batch
         run.sampled_ahead = self.tensors
@@ -133,7 +141,8 @@ class Ahead(Sampler):
     def take(self):
         """Waits for what the thread samples, and returns it, or None. An error of the thread is raised here."""
         if tensors := self.run.tensors:  # of the checkpoint that the run goes on from
-            self.run.tensors, found = {}, [tensors[name][self.mine] for name in NAMES]
+            self.run.tensors = {}
+            found = [tensors[name][self.mine] for name in NAMES]
             self.pending = lambda: found
         return self.pending and self.pending()
 

@@ -38,8 +38,10 @@ class Tools:
 
     def __init__(self, args, tokenizer):
         functions = [user_code.load_function(spec, "--tools") for spec in args.tools]
-        self.functions, self.limit = {f.__name__: f for f in functions}, args.tool_timeout
-        self.tokenizer, self.options = tokenizer, json.loads(args.chat_template_kwargs)
+        self.functions = {f.__name__: f for f in functions}
+        self.limit = args.tool_timeout
+        self.tokenizer = tokenizer
+        self.options = json.loads(args.chat_template_kwargs)
 
     def __call__(self, prompts, completions):
         """What the calls in the last turn of each episode return, as messages, or None where it calls nothing."""
@@ -91,7 +93,8 @@ class Tools:
             hint = "--env_fn takes a function that reads it"
             console.fail(f"--tools: the chat template writes a call in a form that is not known, {written!r}; {hint}")
         for row in rows:
-            where, prompt = f"--tools: {row.source}: row {row.number}", row.columns["prompt"]
+            where = f"--tools: {row.source}: row {row.number}"
+            prompt = row.columns["prompt"]
             if not chat.is_messages(prompt):
                 console.fail(f"{where}: is no chat; --env_fn takes a function that reads calls in plain text")
             texts = {chat.render(self.tokenizer, prompt, x) for x in (row.options, row.options | {"tools": None})}

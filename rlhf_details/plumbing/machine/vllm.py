@@ -69,7 +69,8 @@ def sample(
         answers = engine.generate(prompts, given)
     except (OSError, RuntimeError) as e:
         stop(f"--sampler vllm: {engine.name} failed ({e})")
-    R, device = response_length, queries.device
+    R = response_length
+    device = queries.device
     responses = torch.tensor([ids + [0] * (R - len(ids)) for ids, _ in answers], device=device)
     logprobs = torch.tensor([values + [0.0] * (R - len(values)) for _, values in answers], device=device)
     mask = torch.arange(R, device=device) < torch.tensor([[len(ids)] for ids, _ in answers], device=device)
@@ -121,7 +122,9 @@ class Engine:
     name = "vLLM's process"
 
     def __init__(self, args, accelerator, length):
-        self.args, self.device, self.length = args, accelerator.device, length
+        self.args = args
+        self.device = accelerator.device
+        self.length = length
         # Between rollouts the training process has the GPU's memory. On level 1 vLLM keeps its weights in the CPU's,
         # from where later turns have them, and on level 2 it forgets them.
         self.sleeps = (1 if hasattr(args, "max_turns") else 2) * (self.device.type == "cuda")
@@ -150,7 +153,8 @@ class Engine:
         options |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True}
         environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         if self.sleeps:
-            index, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+            index = torch.cuda.current_device()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
             options |= {"gpu_memory_utilization": self.args.vllm_memory, "enable_sleep_mode": True}
         else:
@@ -192,7 +196,8 @@ def serve(pipe, options, environ):
         try:
             import vllm
 
-            llm, found = vllm.LLM(**options), vllm.__version__
+            llm = vllm.LLM(**options)
+            found = vllm.__version__
             while True:
                 pipe.send((found, None))
                 function, args = pipe.recv()
@@ -232,8 +237,10 @@ class Server:
     """`vllm serve` at a URL, which reads the weights from a folder that it shares with the main process."""
 
     def __init__(self, args, accelerator):
-        self.url, self.folder = args.vllm_server.rstrip("/"), args.vllm_folder
-        self.is_main, self.name = accelerator.is_main_process, f"the server at {self.url}"
+        self.url = args.vllm_server.rstrip("/")
+        self.folder = args.vllm_folder
+        self.is_main = accelerator.is_main_process
+        self.name = f"the server at {self.url}"
         self.group = None
         if accelerator.num_processes > 1:  # An actor's thread must not meet the learner's collective calls.
             self.group = torch.distributed.new_group(backend="gloo", timeout=engines.PATIENCE)

@@ -38,7 +38,8 @@ def write(run, update, policy, optimizer, state):
     Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it. Returns: the
     checkpoint's folder.
     """
-    accelerator, scaler = run.accelerator, run.accelerator.scaler
+    accelerator = run.accelerator
+    scaler = run.accelerator.scaler
     folder = run.folder / "checkpoints" / f"{update:06d}"
     saved = {"update": update, "state": state, "seconds": time.monotonic() - run.start} | run.kept
     saved |= {"tensors": run.sampled_ahead(), "scaler": scaler and scaler.state_dict()}  # the scaler of fp16

@@ -95,7 +95,8 @@ def load_models(args, device):
     All models are transformers' and in fp32. Exits with an error if opponent or reference do not read the token ids
     that the policy writes.
     """
-    tokenizer, loaded = models.load_tokenizer(args.policy_path, "--policy_path", args), {}
+    tokenizer = models.load_tokenizer(args.policy_path, "--policy_path", args)
+    loaded = {}
     for flag in ("policy_path", "opponent_path", "ref_model_path"):
         path = getattr(args, flag)
         if path is None or path in loaded:
@@ -149,7 +150,8 @@ def report(args, given, metrics, table, accelerator):
     """
     import pandas
 
-    folder, samples = folder_of(args), pandas.DataFrame(table)
+    folder = folder_of(args)
+    samples = pandas.DataFrame(table)
     summary = settings(given, args) | {"python": platform.python_version()} | engines.about(accelerator)
     summary |= {"num_examples": len(samples), "metrics": metrics, "warnings": doubts(args)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +178,8 @@ def as_text(figure):
 
 def win_rate_line(metrics):
     """The win rate in words."""
-    w, sides = metrics["win_rate"], (metrics["policy"], metrics["opponent"])
+    w = metrics["win_rate"]
+    sides = (metrics["policy"], metrics["opponent"])
     counts = f"{w['won']} won, {w['tied']} tied, {w['lost']} lost"
     counts += "".join(f", {w[name]} {name}" for name in ("unparsable", "unscored") if w[name])
     # Judges like long responses, so the mean lengths stand beside every win rate. [EVAL-4]

@@ -42,10 +42,12 @@ def model_card(args, before, metrics, about, link):
     Args: before, metrics, {name: number} of the first evaluation and of the last update; about, the run's config.json;
     link, the address of the tracked run, or None.
     """
-    script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
+    script = script_of(args)
+    start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
     kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), console.split(start)
     dataset, _ = console.split(args.dataset.partition(":")[0].partition("[")[0])
-    is_reward, has_adapters = kind == "reward", bool(args.lora_rank)
+    is_reward = kind == "reward"
+    has_adapters = bool(args.lora_rank)
     facts = huggingface_hub.ModelCardData(
         library_name="transformers",
         tags=[kind, "rlhf", "rlhf_details", *["lora"] * has_adapters],
@@ -54,7 +56,8 @@ def model_card(args, before, metrics, about, link):
         datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
     )
     place = (about["hub"] or args.output_dir).rstrip("/")
-    title, auto = place.rpartition("/")[2], f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
+    title = place.rpartition("/")[2]
+    auto = f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
     papers = (
         ", ".join(dict.fromkeys(re.findall(r"arXiv \d+\.\d+", inspect.getmodule(type(args)).__doc__))) or "its method"
     )

@@ -36,8 +36,12 @@ class Run:
         """Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve:
         first the held-out rows, then models, of which a reward model is the last.
         """
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.monotonic()
+        self.args = args
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
+        self.num_updates = num_updates
+        self.is_main = accelerator.is_main_process
+        self.start = time.monotonic()
         self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
         self.laps, self.tensors = {}, {}  # {"time/<part of the update>": seconds}; see `resume`
         # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
@@ -72,7 +76,8 @@ class Run:
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self, wandb_id, prompts):
         """Opens the trackers before anything is trained, and writes config.json. wandb_id: of the run to continue."""
-        args, accelerator = self.args, self.accelerator
+        args = self.args
+        accelerator = self.accelerator
         about = self.identity | engines.about(accelerator)
         about |= {"run": str(self.folder), "commit": trackers.git("rev-parse", "HEAD")}
         about |= {"engine": engines.name(accelerator), "hub": self.repository, "wandb_id": wandb_id}
@@ -122,7 +127,9 @@ class Run:
 
     # ---- every update ------------------------------------------------------------------------------------------------
     def begin_update(self, update):
-        self.update, self.laps, self.lap_start = update, {}, time.monotonic()
+        self.update = update
+        self.laps = {}
+        self.lap_start = time.monotonic()
 
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""
@@ -157,7 +164,8 @@ class Run:
 
     def times(self):
         """Seconds of the laps, which make up the update where there are any, and episodes a second."""
-        now, laps = time.monotonic(), self.laps
+        now = time.monotonic()
+        laps = self.laps
         update = sum(laps.values()) if laps else now - self.lap_start
         training = {"time/training": update - laps["time/rollout"]} if "time/rollout" in laps else {}
         eps = self.args.batch_size / max(update, 1e-9)
@@ -221,12 +229,14 @@ class Run:
         "metrics": the last row, "run": folder}.
         """
         weights = self.full_weights(policy) if weights is None else weights
-        before, latest = self.kept["before"], self.kept["latest"]
+        before = self.kept["before"]
+        latest = self.kept["latest"]
         if self.is_main:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
             model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
-            what, address = f"--output_dir {self.args.output_dir}", self.wandb and self.wandb.url
+            what = f"--output_dir {self.args.output_dir}"
+            address = self.wandb and self.wandb.url
             with self.writing(what):
                 folder = model_folder.save_weights(self.args, model, self.tokenizer, self.folder.name)
             with self.writing(f"{what}: the weights are in {folder}, but what belongs to them", Exception):
@@ -294,7 +304,8 @@ os.register_at_fork(after_in_child=free_child)  # It cannot be undone, and does 
 def make_folder(args):
     """Makes the run's folder and returns it. Its name is the given one, or with --resume that of the newest run of this
     kind, or a new one, which no other run has that starts in this second."""
-    kind, now = f"{flags.experiment(args)}__{args.seed}__", time.strftime("%Y%m%d-%H%M%S")
+    kind = f"{flags.experiment(args)}__{args.seed}__"
+    now = time.strftime("%Y%m%d-%H%M%S")
     started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
     given = args.run_name or max(started, default=None)
     for number in itertools.count(1):

@@ -113,7 +113,8 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     """
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
-    rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
+    rows = []
+    kl_coef = metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
     own = mask if action_mask is None else action_mask
     for i, text in zip(
         shown, token_ids.decode_turns(tokenizer, *(x[shown] for x in (responses, mask, own))), strict=True

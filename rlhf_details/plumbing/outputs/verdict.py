@@ -104,7 +104,8 @@ def evaluate_lines(args):
     """The command that compares a trained policy with the one that it started from. Other models have none."""
     if hub.script_of(args) in ("train_sft.py", "train_reward.py"):
         return []
-    start, dataset = args.sft_model_path, args.eval_dataset or args.dataset
+    start = args.sft_model_path
+    dataset = args.eval_dataset or args.dataset
     given = dict(policy_path=args.output_dir, dataset=dataset, opponent_path=start)
     given |= {"ref_model_path": getattr(args, "teacher_model_path", start)}  # what training's KL is from
     names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
