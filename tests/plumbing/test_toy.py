@@ -93,7 +93,7 @@ def test_every_word_is_one_token_and_comes_back():
         # Other programs put the decoded response right behind the prompt.
         assert " ".join(text.split()[:9]) + tokenizer.decode([*ids[9:], tokenizer.eos_token_id]) == f"{text} <eos>"
         row = SimpleNamespace(text=" ".join(text.split()[:9]), task="toy")
-        assert rewards.WATCHED["parses"]([row], [[tokenizer.decode(ids[9:])]]) == [True]
+        assert rewards.WATCHED["toy"]["parses"](row, [tokenizer.decode(ids[9:])])
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))) and len(tokenizer) < 500
 

@@ -58,38 +58,34 @@ def check_functions(args):
 def functions_of(args):
     """{name in metrics and messages: Function}. One whose name is not its own there is called FILE.py:function."""
     names = [spec.rpartition(":")[2] for spec in args.reward_fn]
-    taken = ["reward_model", *WATCHED, *names]
-    pairs = zip(names, args.reward_fn, strict=True)
-    specs = {name if taken.count(name) == 1 else spec: spec for name, spec in pairs}
+    taken = ["reward_model", *WATCHED["toy"], *names]
+    specs = {name if taken.count(name) == 1 else spec: spec for name, spec in zip(names, args.reward_fn, strict=True)}
     return {name: Function(name, spec, "--reward_fn") for name, spec in specs.items()}
 
 
 # ---- rewards of text -------------------------------------------------------------------------------------------------
-def watch(task, function):
-    """A reward of an embedded task's rows, by a function of (row, what one response says)."""
-    return lambda rows, said: [
-        function(row, texts) if row.task == task else None for row, texts in zip(rows, said, strict=True)
-    ]
-
-
 def gold_of_tools(row, texts):
     """The true reward of "toy-tools", which pays for an answer and charges for each question."""
     return toy.right_code([], texts[-1:], [row.columns["answer"]])[0] - 0.05 * toy.questions([], [], [texts])[0]
 
 
-# The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
+# An embedded task's true reward, and whether its grammar allows the text: functions of (row, what a response says).
+# They are watched and never trained on.
 WATCHED = {
-    "gold": watch("toy", lambda row, texts: toy.gold(row.text, texts[-1])),
-    "parses": watch("toy", lambda row, texts: toy.parses(f"{row.text} {texts[-1].lstrip()}")),
+    "toy": {
+        "gold": lambda row, texts: toy.gold(row.text, texts[-1]),
+        "parses": lambda row, texts: toy.parses(f"{row.text} {texts[-1].lstrip()}"),
+    },
+    "toy-tools": {"gold": gold_of_tools},
 }
-WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": watch("toy-tools", gold_of_tools)}}
 
 
 class Function:
     """A function of the user's, which is called on rows. Args: spec, what names it, or the function; flag, its flag."""
 
     def __init__(self, name, spec, flag):
-        self.what, self.names = f"{flag} {name}", set()  # of what it is given
+        self.what = f"{flag} {name}"
+        self.names = set()  # of what it is given
         self.function = spec if callable(spec) else user_code.load_function(spec, flag)
         self.signature = inspect.signature(self.function)
 
@@ -236,7 +232,8 @@ class Scorer:
         self.role = args.env_role if getattr(args, "max_turns", None) else None  # of observations
         self.functions = functions_of(args)
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
-        self.watched = next((WATCHED_OF[task] for task in WATCHED_OF if task in tasks), {})
+        self.task = next((task for task in WATCHED if task in tasks), None)
+        self.watched = WATCHED.get(self.task, {})
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         # A page without weights watches the functions.
         factors = getattr(args, "reward_fn_weights", [0.0] * len(self.functions)) or [1.0] * len(self.functions)
@@ -261,11 +258,13 @@ class Scorer:
         chats = [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
         own = own_tokenizer(args, self.tokenizer, bool(chats)) if "reward_model" in self.names else None
         if "reward_model" in self.names and (own or self.role):
-            own, kind = own or self.tokenizer, "chat template" if reward_model else "tokenizer"
+            own = own or self.tokenizer
+            kind = "chat template" if reward_model else "tokenizer"
             what = "reads whole trajectories" if self.role else f"has a {kind} of its own"
             console.say(f"the reward model {what}, so it reads decoded text")
             if reward_model:
-                model, reward_model = reward_model.model, None
+                model = reward_model.model
+                reward_model = None
             else:
                 model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
                 model = model.requires_grad_(False).to(engines.loading_device(self.accelerator))
@@ -325,7 +324,9 @@ class Scorer:
             given["turns"] = [texts[::2] for texts in said]
         with torch.autocast(self.accelerator.device.type, enabled=False):
             entries = {name: function(rows, **given) for name, function in self.functions.items()}
-        entries |= {name: function(rows, said) for name, function in self.watched.items()}
+        for name, function in self.watched.items():
+            pairs = zip(rows, said, strict=True)
+            entries[name] = [function(row, texts) if row.task == self.task else None for row, texts in pairs]
         if self.text_model:
             if ended is None:
                 last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
