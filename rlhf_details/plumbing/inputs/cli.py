@@ -18,9 +18,10 @@ import transformers
 import tyro
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import data_files, flags
+from rlhf_details.plumbing.inputs import data_files, flags, models
 
-HELP, OPTIONS = ("-h", "--help"), dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
+HELP = "-h", "--help"
+OPTIONS = dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
 
 
@@ -81,7 +82,8 @@ def show_help(script, parts):
     for title in sorted(boxes, key=lambda title: "memory" in title):  # which comes last
         box = dataclasses.make_dataclass("Box", boxes[title])
         kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))
-    (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
+    what, *_ = script.__doc__.split("\n\n")
+    example = script.__doc__.rpartition("Your data: ")[2]
     tyro.cli(
         dataclasses.make_dataclass("Args", kinds),
         args=["--help"],
@@ -112,10 +114,7 @@ def preset_of(args):
 
 def size_of(path, trust_remote_code=False):
     """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
-    adapter = Path(path) / "adapter_config.json"
-    path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
-    console.announce(path)
-    name, revision = console.split(path)
+    name, revision = console.split(models.find_base(path) or path)
     config = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

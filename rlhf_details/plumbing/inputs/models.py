@@ -32,8 +32,10 @@ def read(kind, path, flag, args, **options):
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 # A tokenizer has one of these at least. The second line holds those of byte-level BPE, WordPiece and SentencePiece.
-TOKENIZER_FILES = "tokenizer_config.json", "tokenizer.json", "tekken.json"
-TOKENIZER_FILES += "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
+TOKENIZER_FILES = (
+    "tokenizer_config.json tokenizer.json tekken.json "
+    "vocab.json vocab.txt tokenizer.model spiece.model sentencepiece.bpe.model"
+).split()
 
 
 def load_tokenizer(path, flag, args):
@@ -41,8 +43,7 @@ def load_tokenizer(path, flag, args):
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
-    model = base_of(path, flag) or path
-    name, revision = console.split(model)
+    name, revision = console.split(base_of(path, flag) or path)
     tokenizer.generation_eos = []  # for stop_tokens.end_ids
     with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
@@ -56,7 +57,8 @@ def find_tokenizer(path, flag, args):
 
     Adapters that come without one have that of their base.
     """
-    (name, revision), base = console.split(path), base_of(path, flag)
+    name, revision = console.split(path)
+    base = base_of(path, flag)
     if base or os.path.isdir(path):
         with console.reading(flag, path):
             has_one = any(has_file(name, file, revision) for file in TOKENIZER_FILES)
@@ -195,7 +197,8 @@ def load(kind, path, flag, args, **options):
         if model.get_output_embeddings() and not model.all_tied_weights_keys:  # whatever the configuration says
             model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     if tokenizer := find_tokenizer(path, flag, args):
-        size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
+        size = model.get_input_embeddings().num_embeddings
+        (tokens,) = vocabularies(tokenizer)
         if max(tokens.values()) >= size:
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             console.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
@@ -336,9 +339,8 @@ def make_small(args, rows):
     else:
         backend = ByteLevelBPETokenizer()
         texts = [row["prompt"] + row["completion"] for row in rows]
-        special = ["<pad>", "<eos>"]
         backend.train_from_iterator(
-            texts, args.vocab_size, min_frequency=2, special_tokens=special, show_progress=False
+            texts, args.vocab_size, min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False
         )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
     config = transformers.GPTNeoXConfig(
@@ -368,9 +370,8 @@ def add_adapters(model, rank):
         return model
     from peft import LoraConfig, LoraModel
 
-    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     config = LoraConfig(
-        task_type=kind,
+        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=0.0,
@@ -404,8 +405,10 @@ class WithoutAdapters(torch.nn.Module):
         self.reads = [policy]
 
     def forward(self, *args, **kwargs):
-        (lora,), (policy,) = self.model.lora, self.policy
-        critic, policy.critic = getattr(policy, "critic", None), None  # A reference has no values.
+        (lora,) = self.model.lora
+        (policy,) = self.policy
+        critic = getattr(policy, "critic", None)
+        policy.critic = None  # A reference has no values.
         lora.disable_adapter_layers()
         outputs = self.reads[0](*args, **kwargs)
         lora.enable_adapter_layers()
@@ -438,15 +441,20 @@ def save_adapter(model, folder, base_model):
 
 def base_of(path, flag):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    name, revision = console.split(path)
     with console.reading(flag, path):
-        console.announce(path)
-        file = find_adapter_config_file(name, revision=revision)
-        config = json.loads(Path(file).read_text()) if file else {}
-    base = config.get("base_model_name_or_path") or ""
+        base = find_base(path)
     if base and os.path.realpath(base) == os.path.realpath(path):
         console.fail(f"{flag} {path}: holds adapters whose base must be the path of another model, not {base!r}")
-    return "@".join(filter(None, (base, config.get("revision")))) or None
+    return base
+
+
+def find_base(path):
+    """As base_of. What cannot be read raises an error."""
+    console.announce(path)
+    name, revision = console.split(path)
+    file = find_adapter_config_file(name, revision=revision)
+    config = json.loads(Path(file).read_text()) if file else {}
+    return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
 
 
 def merged(model, path, flag, args):
