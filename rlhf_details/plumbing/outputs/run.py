@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import console
@@ -42,13 +42,17 @@ class Run:
         self.num_updates = num_updates
         self.is_main = accelerator.is_main_process
         self.start = time.monotonic()
-        self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
-        self.laps, self.tensors = {}, {}  # {"time/<part of the update>": seconds}; see `resume`
+        self.update = 0  # the one under way
+        self.first_update = 1  # that this process trains
+        self.laps = {}  # {"time/<part of the update>": seconds}
+        self.tensors = {}  # see `resume`
         # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
         # the signs that it has named, and on the main process `of_each_prompt` of the first and the newest evaluation.
         self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
-        self.inputs, self.heard, self.handlers = inputs, 0, {}  # a signal that was heard, and {signal: former handler}
+        self.inputs = inputs
+        self.heard = 0  # a signal
+        self.handlers = {}  # {signal: former handler}
         self.wandb = self.repository = self.lock = self.folder = None
         self.checkpoint = None  # the folder of the newest one
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
@@ -79,8 +83,13 @@ class Run:
         args = self.args
         accelerator = self.accelerator
         about = self.identity | engines.about(accelerator)
-        about |= {"run": str(self.folder), "commit": trackers.git("rev-parse", "HEAD")}
-        about |= {"engine": engines.name(accelerator), "hub": self.repository, "wandb_id": wandb_id}
+        about |= {
+            "run": str(self.folder),
+            "commit": trackers.git("rev-parse", "HEAD"),
+            "engine": engines.name(accelerator),
+            "hub": self.repository,
+            "wandb_id": wandb_id,
+        }
         update = int(self.checkpoint.name) if self.checkpoint else 0
         self.wandb = trackers.start(args, accelerator, self.folder, about, update, prompts)
         if self.wandb:
@@ -108,8 +117,11 @@ class Run:
                 model_folder.try_out(self.args, config, self.tokenizer, card)
         if self.checkpoint:
             saved = checkpoint.read(self, policy, optimizer)
-            state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
-            self.first_update, self.start = saved["update"] + 1, self.start - saved["seconds"]
+            state = saved["state"]
+            self.tensors = saved["tensors"]
+            self.kept = {name: saved[name] for name in self.kept}
+            self.first_update = saved["update"] + 1
+            self.start -= saved["seconds"]
             console.say(
                 f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}"
             )
@@ -134,7 +146,8 @@ class Run:
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""
         now = time.monotonic()
-        self.laps[f"time/{name}"], self.lap_start = now - self.lap_start, now
+        self.laps[f"time/{name}"] = now - self.lap_start
+        self.lap_start = now
 
     def is_eval_due(self, update):
         """Whether to evaluate after this update: at the end, and every --eval_every updates."""
@@ -173,7 +186,9 @@ class Run:
 
     def write(self, row, samples):
         """Writes a row, and samples where these are due, to files, trackers and terminal."""
-        (metrics, tables), update, now = self.logs, row["update"], time.monotonic()
+        metrics, tables = self.logs
+        update = row["update"]
+        now = time.monotonic()
         trackers.append_rows(metrics, [row])
         # openrlbenchmark reads global_step.
         self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
@@ -196,8 +211,7 @@ class Run:
 
         Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it.
         """
-        heard = torch.full((1,), self.heard, device=self.accelerator.device)
-        number = int(self.accelerator.gather(heard).max())  # All processes must stop after the same update.
+        number = max(gather_object([self.heard]))  # All processes must stop after the same update.
         every = self.args.checkpoint_every
         if number or (every > 0 and (update % every == 0 or update == self.num_updates)):
             with self.writing(self.folder / "checkpoints"):
@@ -248,8 +262,7 @@ class Run:
             hub.push(self.args, self.repository)
         self.close()
         after = trackers.evaluated(latest)
-        if self.is_main:
-            console.say("\n".join(verdict.last_lines(self, before, after, time.monotonic() - self.start)))
+        console.say("\n".join(verdict.last_lines(self, before, after, time.monotonic() - self.start)))
         return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
 
     @contextlib.contextmanager
