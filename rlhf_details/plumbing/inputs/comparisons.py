@@ -66,8 +66,7 @@ def load_references(args, tokenizer, reward, train):
                 f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it"
             )
         problem = f"--response_length {args.response_length} leaves no more for a prompt (--normalization gain_bias)"
-        room = context - args.response_length
-        data.fitting(first, "prompt", room, f"{problem}; --max_prompt_length drops such rows")
+        data.fitting(first, "prompt", context - args.response_length, f"{problem}; --max_prompt_length drops such rows")
     flag = "reference_dataset"
     rows = data.read(args, flag, "sft", with_answers=True)
     references = data.encode(args, flag, rows, tokenizer, context, "completion") if rows else train

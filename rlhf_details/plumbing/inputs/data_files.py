@@ -19,7 +19,6 @@ csv.field_size_limit(2**31 - 1)  # characters of a cell
 sys.setrecursionlimit(5000)  # Objects within objects are read and copied by recursion.
 SPACE = re.compile(r"\s*")
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
-ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -124,4 +123,5 @@ def check_dataset(flag, spec):
     if is_known and not path.exists():
         console.fail(f"{flag} {spec}: no such file")
     if path.is_file() and not is_known:
-        console.fail(f"{flag} {spec}: its name must end in {ENDINGS}, or in one of them and .gz")
+        endings = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
+        console.fail(f"{flag} {spec}: its name must end in {endings}, or in one of them and .gz")

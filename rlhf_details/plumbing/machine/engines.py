@@ -111,10 +111,13 @@ def configure_deepspeed(accelerator, args):
     is_kept = plugin.zero_stage != 3
     accelerator.autocast = lambda: torch.autocast(device, torch.bfloat16, is_on, is_kept)
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
-    config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
-    config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    config |= {
+        "gradient_clipping": args.max_grad_norm or 0.0,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "train_batch_size": args.micro_batch_size * accelerator.num_processes,
+    }
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # in fp32, which they have here
-    config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
 
 
 def shards_weights(accelerator):
@@ -147,7 +150,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
     module.gather = functools.partial(whole_copy, accelerator, module) if shards_weights(accelerator) else None
-    module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
+    module.template = [empty]  # In lists, so that no module sees them as its children.
+    module.waiting = []
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
             m.reads = [module]
@@ -291,8 +295,7 @@ def matrices(module):
     They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
     """
     kinds = nn.Linear | Conv1D
-    named = module.named_modules()
-    linear = {m.weight for name, m in named if isinstance(m, kinds) and not name.endswith("score")}
+    linear = {m.weight for name, m in module.named_modules() if isinstance(m, kinds) and not name.endswith("score")}
     return linear - {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
 
 

@@ -131,8 +131,12 @@ def as_text(messages):
 def metrics(found, prefix, length):
     """{metric: mean} of a page's Trajectories; length, the name of the number of the policy's own tokens."""
     own = found.action_mask.sum(1)
-    means = {length: own, "observation_tokens": found.response_mask.sum(1) - own}
     # A turn begins where the policy writes behind something else. An empty observation does not part two turns.
     begins = found.action_mask[:, 1:] & ~found.action_mask[:, :-1]
-    means |= {"turns": 1 + begins.sum(1), "ran_out": ~found.ended}
+    means = {
+        length: own,
+        "observation_tokens": found.response_mask.sum(1) - own,
+        "turns": 1 + begins.sum(1),
+        "ran_out": ~found.ended,
+    }
     return {prefix + name: x.float().mean().item() for name, x in means.items()}

@@ -28,7 +28,8 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     Args: k, the responses to a prompt; policy, reward_model (or None), modules of the page; prompts, data.Prompts;
     response_logprobs and response_scores, the page's functions of (module, batch, n).
     """
-    (n, size), (rollout_n, _) = largest(k, args.micro_batch_size), largest(k, args.rollout_micro_batch_size)
+    n, size = largest(k, args.micro_batch_size)
+    rollout_n, _ = largest(k, args.rollout_micro_batch_size)
     page = policy, reward_model, response_logprobs, response_scores
     if why := why_plain(args, max(n, rollout_n), prompts, *page):
         console.say(f"plain rows, one response each: {why}")
@@ -57,7 +58,8 @@ def why_plain(args, n, prompts, policy, reward_model, response_logprobs, respons
         if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
             return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
     # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
-    n, longest = min(n, 4), max(len(prompt.ids) for prompt in prompts)
+    n = min(n, 4)
+    longest = max(len(prompt.ids) for prompt in prompts)
     batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), n)
     policy.eval()
     try:

@@ -111,16 +111,19 @@ class Ahead(Sampler):
         rank = self.accelerator.process_index
         B = args.batch_size
         self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
-        self.thread, self.pending = ThreadPoolExecutor(1), None  # None, or a function that waits for the next batch
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = None  # None, or a function that waits for the next batch
         run.sampled_ahead = self.tensors
 
     def __call__(self, policy, queries, query_mask, numbers, n, key):
         """Samples, and of a training batch takes what was sampled before and starts on the next one."""
-        (seed, purpose, update), policy = key, engines.gathered(policy)
+        seed, purpose, update = key
+        policy = engines.gathered(policy)
         found = self.take()  # An engine has the weights of one policy at a time.
         if purpose != utils.TRAINING:
             return self.in_pieces(policy, queries, query_mask, numbers, n, key)
-        found, self.pending = found or self.in_pieces(policy, queries, query_mask, numbers, n, key), None
+        found = found or self.in_pieces(policy, queries, query_mask, numbers, n, key)
+        self.pending = None
         if update < self.run.num_updates:
             if not engines.shards_weights(self.accelerator):  # Otherwise it is a copy already.
                 policy = engines.whole_copy(self.accelerator, policy)  # Training does not change it. [GEN-10]

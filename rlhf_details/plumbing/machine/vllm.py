@@ -60,10 +60,15 @@ def sample(
         if len(key) == 3:  # The later turns of a trajectory, whose key says which, are sampled from the same weights.
             engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
-        settings = {"temperature": own.temperature, "logprobs": 0, "detokenize": False}
+        settings = {
+            "temperature": own.temperature,
+            "ignore_eos": True,
+            "stop_token_ids": stop_ids.tolist(),
+            "logprobs": 0,
+            "detokenize": False,
+        }
         if surplus := range(models.num_tokens(own.model), own.model.config.get_text_config().vocab_size):
             settings["logit_bias"] = dict.fromkeys(surplus, -100.0)  # These stand for no token: e^-100 is none.
-        settings |= {"ignore_eos": True, "stop_token_ids": stop_ids.tolist()}
         limits = [response_length] * len(rows) if room is None else room.tolist()
         given = [settings | {"seed": seed, "max_tokens": limit} for seed, limit in zip(seeds, limits, strict=True)]
         answers = engine.generate(prompts, given)
@@ -92,7 +97,7 @@ def mean_gaps(policy, queries, query_mask, responses, mask, logprobs):
     index = torch.arange(mask.size(1), device=mask.device) + queries.size(1) - 1
     logits = policy(torch.cat([queries, responses], 1), every, utils.positions_from_mask(every), index)
     tables = (factor * logits for factor in (1, getattr(policy, "module", policy).temperature))
-    own = (torch.distributions.Categorical(logits=table).log_prob(responses) for table in tables)
+    own = (table.log_softmax(-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1) for table in tables)
     return [float(utils.masked_mean((x - logprobs).abs(), mask)) for x in own]
 
 
@@ -149,8 +154,15 @@ class Engine:
         """Starts the engine, with the model in a folder."""
         if self.process:
             self.process.kill()
-        options = {"model": folder, "dtype": dtype, "max_model_len": self.length, "skip_tokenizer_init": True}
-        options |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True}
+        options = {
+            "model": folder,
+            "dtype": dtype,
+            "max_model_len": self.length,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+        }
         environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         if self.sleeps:
             index = torch.cuda.current_device()

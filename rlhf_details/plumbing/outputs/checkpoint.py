@@ -41,8 +41,13 @@ def write(run, update, policy, optimizer, state):
     accelerator = run.accelerator
     scaler = run.accelerator.scaler
     folder = run.folder / "checkpoints" / f"{update:06d}"
-    saved = {"update": update, "state": state, "seconds": time.monotonic() - run.start} | run.kept
-    saved |= {"tensors": run.sampled_ahead(), "scaler": scaler and scaler.state_dict()}  # the scaler of fp16
+    saved = run.kept | {
+        "update": update,
+        "state": state,
+        "seconds": time.monotonic() - run.start,
+        "tensors": run.sampled_ahead(),
+        "scaler": scaler and scaler.state_dict(),  # of fp16
+    }
     partial = atomic.beside(folder, "partial")
     with atomic.replacing(folder) if run.is_main else contextlib.nullcontext():
         accelerator.wait_for_everyone()  # The folder is there.

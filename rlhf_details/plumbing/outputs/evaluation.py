@@ -6,7 +6,7 @@ compared with, the folder with summary.json and samples.csv, and the table of fi
 import dataclasses
 import json
 import platform
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ def as_trained(args):
     source = "as it was trained" if trained else "its folder has no training_args.json"
     named = ", ".join(f"{name} {x}" for name, x in values.items() if x is not None)
     console.say(f"sampling: {named} (flags, and else {source})")
-    day = args.template_date or trained.get("template_date") or str(datetime.now().date())
+    day = args.template_date or trained.get("template_date") or str(date.today())
     return dataclasses.replace(args, **values, template_date=day)
 
 
@@ -152,7 +152,8 @@ def report(args, given, metrics, table, accelerator):
 
     folder = folder_of(args)
     samples = pandas.DataFrame(table)
-    summary = settings(given, args) | {"python": platform.python_version()} | engines.about(accelerator)
+    summary = settings(given, args) | engines.about(accelerator)
+    summary["versions"]["python"] = platform.python_version()
     summary |= {"num_examples": len(samples), "metrics": metrics, "warnings": doubts(args)}
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "samples.csv", samples.to_csv(index=False))

@@ -44,7 +44,8 @@ def model_card(args, before, metrics, about, link):
     """
     script = script_of(args)
     start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
-    kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), console.split(start)
+    kind = script.removesuffix(".py").removeprefix("train_")
+    base, _ = console.split(start)
     dataset, _ = console.split(args.dataset.partition(":")[0].partition("[")[0])
     is_reward = kind == "reward"
     has_adapters = bool(args.lora_rank)

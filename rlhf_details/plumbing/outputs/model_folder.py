@@ -23,7 +23,8 @@ def try_out(args, config, tokenizer, card):
 
     Args: config, the model's; card, the text of README.md.
     """
-    target, mounts = Path(args.output_dir).resolve(), Path("/proc/self/mountinfo")  # of Linux
+    target = Path(args.output_dir).resolve()
+    mounts = Path("/proc/self/mountinfo")  # of Linux
     target.parent.mkdir(parents=True, exist_ok=True)
     if mounts.exists() and f" {target} " in mounts.read_text():  # Path.is_mount would miss bind mounts.
         raise OSError("it is a mount, in whose place no folder can be put; give a folder in it")

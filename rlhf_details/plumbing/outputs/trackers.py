@@ -119,10 +119,15 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     for i, text in zip(
         shown, token_ids.decode_turns(tokenizer, *(x[shown] for x in (responses, mask, own))), strict=True
     ):
-        row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
-        row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
         score = None if scores[i].isnan() else float(scores[i])  # A reward may have abstained.
-        row |= {"score": score, "kl": float(kl[i])}
+        row = {
+            "query": prompts[i].text,
+            "response": text,
+            "ended": bool(ended[i]),
+            "end": tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else "",
+            "score": score,
+            "kl": float(kl[i]),
+        }
         if kl_coef is not None:  # A teacher's page has no KL beside it.
             row["total"] = None if score is None else score - kl_coef * row["kl"]
         rows.append(row)

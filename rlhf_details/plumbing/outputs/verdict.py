@@ -106,8 +106,12 @@ def evaluate_lines(args):
         return []
     start = args.sft_model_path
     dataset = args.eval_dataset or args.dataset
-    given = dict(policy_path=args.output_dir, dataset=dataset, opponent_path=start)
-    given |= {"ref_model_path": getattr(args, "teacher_model_path", start)}  # what training's KL is from
+    given = {
+        "policy_path": args.output_dir,
+        "dataset": dataset,
+        "opponent_path": start,
+        "ref_model_path": getattr(args, "teacher_model_path", start),  # what training's KL is from
+    }
     names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
     given |= {name: getattr(args, name) for name in names if getattr(args, name, None)}
     if dataset.startswith("toy:") and getattr(args, "reward_model_path", start) is None:
