@@ -256,9 +256,10 @@ class Scorer:
         """
         args = self.args
         chats = [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
-        own = own_tokenizer(args, self.tokenizer, bool(chats)) if "reward_model" in self.names else None
-        if "reward_model" in self.names and (own or self.role):
-            own = own or self.tokenizer
+        own = None
+        if "reward_model" in self.names:
+            own = own_tokenizer(args, self.tokenizer, bool(chats)) or (self.role and self.tokenizer)
+        if own:
             kind = "chat template" if reward_model else "tokenizer"
             what = "reads whole trajectories" if self.role else f"has a {kind} of its own"
             console.say(f"the reward model {what}, so it reads decoded text")
@@ -345,18 +346,17 @@ class Scorer:
 
     def faults(self, rows, entries):
         """What is wrong with what the rewards say, {name: entries}: pairs of words and the number of the response."""
-        weighted = {name: entries[name] for name in self.weighted}
-        for name, said in weighted.items():
-            for i, x in enumerate(said):
+        for name in self.weighted:
+            for i, x in enumerate(entries[name]):
                 is_number = isinstance(x, numbers.Real) and abs(x) < LARGEST
                 if not (x is None or is_number or (abstains(x) and name in self.functions)):
                     yield f"{name} returned {reprlib.repr(x)}, which is no number within +-{LARGEST:g}, for", i
-                if i and rows[i] is rows[i - 1] and (x is None) != (said[i - 1] is None):
+                if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
                     yield f"{name} returned None, but not for each response to this prompt, whose kind decides:", i
         # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.
         if getattr(self.args, "judge", "reward_fn") == "reward_fn" and hasattr(self.args, "reward_fn_weights"):
-            for i, said in enumerate(zip(*weighted.values(), strict=True)):
-                if set(said) == {None}:
+            for i in range(len(rows)):
+                if all(entries[name][i] is None for name in self.weighted):
                     yield "no reward applies to", i
 
     def by_name(self, values, prefix=""):
