@@ -50,6 +50,8 @@ class Environment:
         self.accelerator = accelerator
         self.tokenizer = tokenizer
         self.function = function_of(args, tokenizer)
+        observation = self.messages("An observation.")
+        thought = chat.ANSWER | {"content": "<think>\nA thought.\n</think>\n\nAn answer."}
         for data_set in filter(None, data_sets):
             self.function.find_columns(data_set)
             if args.tools:
@@ -58,11 +60,14 @@ class Environment:
             if row is None:
                 continue
             try:  # The other rows have the same template.
-                self.between(row, self.messages("An observation."))
+                self.between(row, observation)
             except Exception as e:  # A template may raise whatever it likes.
                 where = f"{row.source}: row {row.number}: the chat template refuses an observation"
                 console.fail(f"--env_role {args.env_role}: {where} ({console.in_one_line(e)})")
-            self.say_if_rewritten(row)
+            if "A thought." not in token_ids.render_between(tokenizer, thought, observation, row.options):
+                console.say(
+                    "the chat template drops the reasoning of earlier turns; here the ids that were sampled stay"
+                )
 
     def __call__(self, rows, turns, room):
         """Where the function is at fault, all processes end. Call it on every process."""
@@ -114,13 +119,6 @@ class Environment:
             return chat.ids_after(self.tokenizer, "a", as_text(messages))
         # The policy has sampled the end of its turn itself.
         return token_ids.between_turns(self.tokenizer, messages, row.options)[1]
-
-    def say_if_rewritten(self, row):
-        """Says whether the template drops the reasoning of earlier turns."""
-        thought = chat.ANSWER | {"content": "<think>\nA thought.\n</think>\n\nAn answer."}
-        messages = self.messages("An observation.")
-        if "A thought." not in token_ids.render_between(self.tokenizer, thought, messages, row.options):
-            console.say("the chat template drops the reasoning of earlier turns; here the ids that were sampled stay")
 
 
 def as_text(messages):
