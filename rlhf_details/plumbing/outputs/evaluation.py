@@ -46,8 +46,9 @@ def as_trained(args):
     if not args.policy_path:
         console.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     trained = training_args(args.policy_path)
-    layers = vars(args), trained, FALLBACKS | TURNS
-    values = {name: next((x[name] for x in layers if x.get(name) is not None), None) for name in (*FALLBACKS, *TURNS)}
+    values = FALLBACKS | TURNS
+    for layer in (trained, vars(args)):
+        values |= {name: layer[name] for name in values if layer.get(name) is not None}
     if not (values["env_fn"] or values["tools"]):
         values |= dict.fromkeys(TURNS)
     source = "as it was trained" if trained else "its folder has no training_args.json"
@@ -116,7 +117,7 @@ def load_models(args, device):
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------
 def settings(given, args):
     """{"args": as they were given, "sampling": what the policy is sampled with}."""
-    sampling = {name: getattr(args, name) for name in (*FALLBACKS, *TURNS)}
+    sampling = {name: getattr(args, name) for name in FALLBACKS | TURNS}
     return {"args": dataclasses.asdict(given) | {"overwrite": False}, "sampling": sampling}
 
 
