@@ -76,8 +76,8 @@ def visible(text):
     return re.sub(r"[\0-\b\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
 
 
-def progress(what, items=None, total=None):
-    """The items, or a bar for `total` of them, which says how far it is where they take longer than eight seconds."""
+def progress(what, items, total=None):
+    """The items, `total` of them, and a bar that says how far it is where they take longer than eight seconds."""
     # accelerate's tqdm would settle how many processes there are, and rows are read before the engine is chosen.
     return tqdm(items, desc=what, total=total, delay=8, mininterval=8, leave=False, disable=not is_main())
 

@@ -324,9 +324,9 @@ def to_prompts(args, flag, rows, tokenizer, room, column=None):
     if room <= 0:
         console.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
     prompts = encode(args, flag, rows, tokenizer, room + R, column, R)
-    # An empty answer has been given as token ids, since a text ends with EOS.
-    if empty := [row for row in prompts if [] in (row.ids, *row.answers)]:
-        console.fail(f"{empty[0].source}: the prompt or the completion of row {empty[0].number} is empty")
+    for row in prompts:
+        if [] in (row.ids, *row.answers):  # An empty answer has been given as token ids, since a text ends with EOS.
+            console.fail(f"{row.source}: the prompt or the completion of row {row.number} is empty")
     return prompts
 
 

@@ -94,7 +94,8 @@ def load_dataset(name, part, taken):
     """Rows of what the library `datasets` reads: a folder, or NAME or NAME@REVISION of a repository on the Hub."""
     import datasets  # It is slow to import, and most runs do without it.
 
-    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json")):  # by `save_to_disk`
         found = datasets.load_from_disk(name)
         found = found[part or "train"] if isinstance(found, dict) else found

@@ -242,6 +242,7 @@ class Run:
         Args: policy, as prepared; weights, where they are not the policy's own. Returns: {"before": .., "after": ..,
         "metrics": the last row, "run": folder}.
         """
+        args = self.args
         weights = self.full_weights(policy) if weights is None else weights
         before = self.kept["before"]
         latest = self.kept["latest"]
@@ -249,17 +250,17 @@ class Run:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
             model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
-            what = f"--output_dir {self.args.output_dir}"
+            what = f"--output_dir {args.output_dir}"
             address = self.wandb and self.wandb.url
             with self.writing(what):
-                folder = model_folder.save_weights(self.args, model, self.tokenizer, self.folder.name)
+                folder = model_folder.save_weights(args, model, self.tokenizer, self.folder.name)
             with self.writing(f"{what}: the weights are in {folder}, but what belongs to them", Exception):
-                card = hub.model_card(self.args, before, latest, self.about, address)
-                model_folder.save_words(self.args, self.tokenizer, card, folder)
-                self.args.output_dir = model_folder.put(self.args, folder, self.output)
-        (self.args.output_dir,) = broadcast_object_list([self.args.output_dir])
+                card = hub.model_card(args, before, latest, self.about, address)
+                model_folder.save_words(args, self.tokenizer, card, folder)
+                args.output_dir = model_folder.put(args, folder, self.output)
+        (args.output_dir,) = broadcast_object_list([args.output_dir])
         if self.repository:  # No other process waits for the upload.
-            hub.push(self.args, self.repository)
+            hub.push(args, self.repository)
         self.close()
         after = trackers.evaluated(latest)
         console.say("\n".join(verdict.last_lines(self, before, after, time.monotonic() - self.start)))

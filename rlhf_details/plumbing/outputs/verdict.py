@@ -68,9 +68,9 @@ def learnt_lines(after, held_out, by_prompt):
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
         return [f"{said}: the accuracy on held-out comparisons is {words}"]
     found = []
-    for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
-        changes = [y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)]
-        changes = [x for x in changes if not math.isnan(x)]  # Without those from which a reward abstained.
+    for name in by_prompt[0] if len(by_prompt) == 2 else ():
+        pairs = zip(*(values[name] for values in by_prompt), strict=True)
+        changes = [y - x for x, y in pairs if not math.isnan(y - x)]  # where no reward abstained
         if len(changes) < 2:
             continue
         change = average(changes)
