@@ -63,7 +63,9 @@ def make(folder, chosen):
     shutil.copytree(
         ROOT / "rlhf_details", folder / "rlhf_details", ignore=shutil.ignore_patterns("[!_nut]*", "train*", "__py*")
     )
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in PAGES.glob("[a-z]*.py")}
+    # The other algorithms' files would show lines that a gap asks for; sft.py and reward.py make the first models.
+    pages = {"sft", "reward", *(lab["page"] for lab in chosen.values())}
+    sources = {page: (PAGES / f"{page}.py").read_text(encoding="utf-8") for page in sorted(pages)}
     for name, lab in chosen.items():
         for title, task in lab["write"].items():
             lines = right_lines(lab["page"], task)

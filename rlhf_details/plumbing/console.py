@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from tqdm.auto import tqdm
 
@@ -23,10 +24,15 @@ def is_main():
     return os.environ.get("RANK", "0") == "0"
 
 
+def complain(message):
+    """Prints "error: ..." on the main process."""
+    if is_main():
+        print("error:", visible(message), file=sys.stderr, flush=True)
+
+
 def fail(message):
     """Prints one line, "error: ...", on the main process and ends the program with exit code 2."""
-    if is_main():
-        print("error:", visible(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
+    complain(" ".join(message.splitlines()))
     raise SystemExit(2)
 
 
@@ -70,8 +76,8 @@ def visible(text):
     return re.sub(r"[\0-\b\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
 
 
-def progress(what, items=None, total=None):
-    """The items, or a bar for `total` of them, which says how far it is where they take longer than eight seconds."""
+def progress(what, items, total=None):
+    """The items, `total` of them, and a bar that says how far it is where they take longer than eight seconds."""
     # accelerate's tqdm would settle how many processes there are, and rows are read before the engine is chosen.
     return tqdm(items, desc=what, total=total, delay=8, mininterval=8, leave=False, disable=not is_main())
 
@@ -99,6 +105,11 @@ def leave(exit_code):
         os._exit(1)
     leave_group()
     raise SystemExit(exit_code)
+
+
+def path_of(script):
+    """The path of one of the package's scripts, as it is typed in the current folder."""
+    return os.path.relpath(Path(__file__).parents[1] / script)
 
 
 def split(source):

@@ -336,10 +336,10 @@ def test_a_reward_model_with_other_token_ids_is_given_text_and_scores_the_same(
 def test_text_of_a_sentencepiece_tokenizer_keeps_the_space_behind_a_prompt(asked, seen):
     """Decoding drops it. In a message the chat template says what stands before an answer."""
     scorer, said = make_scorer("", reward_model_path="reward"), []
-    scorer.tokenizer, scorer.text_model = metaspace_tokenizer(), lambda rows, texts, *_: said.extend(texts) or [0.0]
+    scorer.tokenizer, scorer.text_model = metaspace_tokenizer(), lambda rows, texts, _: said.extend(texts) or [0.0]
     ids = torch.tensor([scorer.tokenizer("b a").input_ids])
     scorer([prompt({"prompt": asked})], utils.Batch(ids, ids >= 0, ids, ids >= 0))
-    assert said == [seen]
+    assert said == [[seen]]
 
 
 def test_only_what_has_ended_is_followed_by_eos(tiny):
@@ -349,5 +349,5 @@ def test_only_what_has_ended_is_followed_by_eos(tiny):
     rows = [prompt({"prompt": text}) for text in ("we went", "on monday", " ".join(sorted(toy.NOUN_TOPIC) * 20))]
     ids = [tokenizer(f"{row.text} {text}").input_ids for row, text in zip(rows, texts, strict=True)]
     expected = [model(torch.tensor([x])).logits.item() for x in (ids[0] + eos, ids[1], (ids[2] + eos)[-128:])]
-    scores = rewards.TextModel(model, tokenizer, 4)(rows, texts, [True, False, True])
+    scores = rewards.TextModel(model, tokenizer, 4)(rows, [[text] for text in texts], [True, False, True])
     assert len(ids[2]) > 128 and scores == pytest.approx(expected, abs=1e-5)

@@ -93,12 +93,20 @@ def test_every_word_is_one_token_and_comes_back():
         # Other programs put the decoded response right behind the prompt.
         assert " ".join(text.split()[:9]) + tokenizer.decode([*ids[9:], tokenizer.eos_token_id]) == f"{text} <eos>"
         row = SimpleNamespace(text=" ".join(text.split()[:9]), task="toy")
-        assert rewards.WATCHED["parses"]([row], [tokenizer.decode(ids[9:])], None) == [True]
+        assert rewards.WATCHED["toy"]["parses"](row, [tokenizer.decode(ids[9:])])
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))) and len(tokenizer) < 500
 
 
 # ---- the imaginary human ---------------------------------------------------------------------------------------------
+def test_gold_of_tools_charges_once_for_each_question():
+    """What a trajectory says holds the observations between its turns."""
+    row = SimpleNamespace(columns={"answer": "3 4"})
+    said = ["ask red ;", " same as blue ;", "ask blue ;", " 3 4 ;", "say 3 4 ;"]
+    gold = rewards.WATCHED["toy-tools"]["gold"]
+    assert gold(row, said) == pytest.approx(0.9) and gold(row, said[-1:]) == 1 and gold(row, ["say 4 3 ;"]) == 0
+
+
 def test_the_human_chooses_in_proportion_to_exp_of_gold():
     scores, n, rng = [1.0, 0.0, 2.5, -1.0], 20_000, np.random.default_rng(0)
     counts = Counter(toy.choose(scores, rng) for _ in range(n))

@@ -5,6 +5,9 @@ import json
 import re
 from datetime import datetime
 
+QUESTION = {"role": "user", "content": "A question."}
+ANSWER = {"role": "assistant", "content": "An answer."}
+
 
 class RowError(Exception):
     """What is wrong with a row, in words for the user."""
@@ -29,7 +32,8 @@ def render(tokenizer, messages, options=None, **more):
     Where a template writes no calls of tools, they stand in the content, as Qwen's and Hermes' templates write them.
     """
     options = dict(options or {})
-    date, template = options.pop("date", None), tokenizer.get_chat_template(tools=options.get("tools"))
+    date = options.pop("date", None)
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
     if not writes_calls(template):
         messages = [with_calls(message) if message.get("tool_calls") else message for message in messages]
     if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
@@ -50,11 +54,28 @@ def with_calls(message):
     return message | {"content": "\n".join([message["content"], *said] if message["content"] else said)}
 
 
+def ids_after(tokenizer, prompt, text):
+    """Token ids of a text that stands behind a prompt, without a token across the seam.
+
+    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
+    """
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
+        return ids
+    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
+        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return ids
+
+
 def shared_length(a, b):
     """With how many equal entries two sequences begin."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def special_tokens(tokenizer):
-    """{text: id} of all tokens that are no part of ordinary text, those included that only the chat template uses."""
-    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+def with_special(tokenizer, text):
+    """(token ids of a text, the places in them of special tokens, which are no part of ordinary text)."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    special = tokenizer.added_tokens_decoder
+    return ids, [place for place, i in enumerate(ids) if i in special]

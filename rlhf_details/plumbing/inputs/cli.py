@@ -16,20 +16,20 @@ import huggingface_hub
 import torch
 import transformers
 import tyro
-from transformers.utils import logging as transformers_logging
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import data_files, flags
+from rlhf_details.plumbing.inputs import data_files, flags, models
 
-HELP, OPTIONS = ("-h", "--help"), dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
+HELP = "-h", "--help"
+OPTIONS = dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
 
 
 def main(function, args_class):
     """Runs a script: function(arguments from the command line). Afterwards all processes leave their group."""
     console.keep_printing()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
     function(parse(args_class))
     console.leave_group()
@@ -50,7 +50,8 @@ def parse(args_class, argv=None, defaults=None, is_help=False):
         if get_origin(field.type) is tuple and given.count(field.name) > 1:
             console.fail(f"--{field.name}: is given twice; give it once, with all its values behind it")
     read = functools.partial(tyro.cli, args_class, **OPTIONS)
-    words, without_help = flags.as_words(defaults or {}), [word for word in argv if word not in HELP]
+    words = flags.as_words(defaults or {})
+    without_help = [word for word in argv if word not in HELP]
     if "config" in given and (file := read(args=without_help).config):
         with console.reading("--config", file):
             words += flags.as_words(tomllib.loads(Path(file).read_text(encoding="utf-8")))
@@ -69,25 +70,33 @@ def show_help(script, parts):
 
     Args: script, a module; parts, {prefix of the flags: the arguments whose values it shows as defaults}.
     """
-    boxes, kinds = {}, []
+    boxes = {}
+    kinds = []
     for prefix, args in parts.items():
         texts = flags.described(type(args))
         for field in dataclasses.fields(args):
             group, text = texts[field.name]
             flag = Annotated[field.type, tyro.conf.arg(name=prefix + field.name, help=text)]
             box = boxes.setdefault(prefix.replace(".", ": ") + group, [])
-            box.append((field.name, flag, dataclasses.field(default=getattr(args, field.name))))
+            box.append((field.name, flag, getattr(args, field.name)))
     for title in sorted(boxes, key=lambda title: "memory" in title):  # which comes last
         box = dataclasses.make_dataclass("Box", boxes[title])
         kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))
-    (what, *_), example = script.__doc__.split("\n\n"), script.__doc__.rpartition("Your data: ")[2]
-    options = dict(description=f"{what}\n\nExample: {example.strip()}", config=(tyro.conf.OmitArgPrefixes,)) | OPTIONS
-    tyro.cli(dataclasses.make_dataclass("Args", kinds), args=["--help"], **options)
+    what, *_ = script.__doc__.split("\n\n")
+    example = script.__doc__.rpartition("Your data: ")[2]
+    tyro.cli(
+        dataclasses.make_dataclass("Args", kinds),
+        args=["--help"],
+        description=f"{what}\n\nExample: {example.strip()}",
+        config=(tyro.conf.OmitArgPrefixes,),
+        **OPTIONS,
+    )
 
 
 def preset_of(args):
     """(the data set or the size of the model in words, {flag: value} that the page's table has for it)."""
-    task, presets = args.dataset.partition(":")[0], getattr(inspect.getmodule(type(args)), "presets", {})
+    task = args.dataset.partition(":")[0]
+    presets = getattr(inspect.getmodule(type(args)), "presets", {})
     if task in presets:
         return f"--dataset {task}", presets[task]
     path = getattr(args, "base_model", None) or getattr(args, "sft_model_path", None)
@@ -95,7 +104,8 @@ def preset_of(args):
         size, presets, kind = size_of_new(args), presets.get(path, {}), "new model of at most"
     else:
         try:
-            size, kind = size_of(path, args.trust_remote_code), "model of"
+            size = size_of(path, args.trust_remote_code)
+            kind = "model of"
         except Exception:  # A model that cannot be read, or none, ends the script where it is loaded or asked for.
             return "", {}
     limits = [limit for limit in presets if isinstance(limit, float) and size < limit]
@@ -104,10 +114,7 @@ def preset_of(args):
 
 def size_of(path, trust_remote_code=False):
     """The number of a causal model's parameters, from its configuration alone: no weight is read or drawn."""
-    adapter = Path(path) / "adapter_config.json"
-    path = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
-    console.announce(path)
-    name, revision = console.split(path)
+    name, revision = console.split(models.find_base(path) or path)
     config = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -116,7 +123,8 @@ def size_of(path, trust_remote_code=False):
 
 def size_of_new(args):
     """The number of parameters of the GPT-NeoX that models.make_small makes, if the text fills the whole vocabulary."""
-    V, H = args.vocab_size, args.hidden_size
+    V = args.vocab_size
+    H = args.hidden_size
     return 2 * V * H + args.num_layers * (12 * H * H + 13 * H) + 2 * H
 
 
@@ -186,7 +194,8 @@ def check_output_dir(args):
 
     Repeating a run into its folder is fine. `--overwrite` allows to replace other models and files, but never an input.
     """
-    folder, what = Path(args.output_dir).resolve(), f"--output_dir {args.output_dir}"
+    folder = Path(args.output_dir).resolve()
+    what = f"--output_dir {args.output_dir}"
     names = "base_model", "sft_model_path", "reward_model_path", "teacher_model_path"
     for kept in (Path(getattr(args, name, None) or ".").resolve() for name in names):  # ".": the current folder
         if kept == folder or folder in kept.parents:

@@ -61,13 +61,11 @@ def load_references(args, tokenizer, reward, train):
     context = models.context(reward)
     if args.normalization == "gain_bias":
         first = train[: 2 * args.normalize_samples]
-        if empty := [row.number for row in first if not row.ids]:
-            console.fail(
-                f"--dataset {args.dataset}: the prompt of row {empty[0]} is empty, and gain_bias samples from it"
-            )
+        for row in first:
+            if not row.ids:
+                console.fail(f"{row.source}: the prompt of row {row.number} is empty, and gain_bias samples from it")
         problem = f"--response_length {args.response_length} leaves no more for a prompt (--normalization gain_bias)"
-        room = context - args.response_length
-        data.fitting(first, "prompt", room, f"{problem}; --max_prompt_length drops such rows")
+        data.fitting(first, "prompt", context - args.response_length, f"{problem}; --max_prompt_length drops such rows")
     flag = "reference_dataset"
     rows = data.read(args, flag, "sft", with_answers=True)
     references = data.encode(args, flag, rows, tokenizer, context, "completion") if rows else train
@@ -96,6 +94,7 @@ def candidates_of(row, args, columns):
     Source of the labels' form: lm-human-preferences, label_types.py (PickBest) and language/encodings.py (padding).
     """
     kind = data.column_of(row, "candidates", "sample0", *PAIRS)
+    best = row.get("best")
     if kind == "candidates":
         found = row[kind] if isinstance(row[kind], list) else []
         cells = {f"candidates[{k}]": x for k, x in enumerate(found)}
@@ -103,12 +102,13 @@ def candidates_of(row, args, columns):
         cells = {name: row[name] for name in sorted(row) if re.fullmatch(r"sample\d", name)}
     else:
         cells = {name: row.get(name) for name in PAIRS.get(kind, PAIRS["chosen"])}
-    best = row.get("best") if kind in ("candidates", "sample0") else 0
+        best = 0
     if len(cells) < 2:
         raise RowError(f"column {kind!r}: must be a list of at least 2 candidates")
     if best not in range(len(cells)):
         raise RowError(f"column 'best': {best!r} is no index of its candidates")
-    prompt, candidates = row["prompt"], [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
+    prompt = row["prompt"]
+    candidates = [data.after(row["prompt"], data.value_of(cells, name)) for name in cells]
     if kind == "sample0":  # Padding is dropped wherever it stands, because it is no token of the model. [DATA-4]
         prompt, *candidates = ([i for i in ids if i != LABEL_PAD] for ids in (prompt, *candidates))
     return {"prompt": prompt, "candidates": candidates, "best": best}

@@ -51,7 +51,8 @@ def read_rows(args, flag, stage, split="train"):
 
 def of_each(function, rows, args, flag):
     """[function(row), ..]. A row that is wrong ends the program with its number."""
-    found, what = [], f"--{flag} {getattr(args, flag)}"
+    found = []
+    what = f"--{flag} {getattr(args, flag)}"
     for number, row in enumerate(console.progress(what, rows), 1):
         try:
             found.append(function(row))
@@ -78,7 +79,8 @@ def completion_of(row, args, columns):
     """The `completion` of a row with its `prompt`: the filled --completion_template, or what the first column of
     COMPLETIONS says after the prompt.
     """
-    name, template = column_of(row, *COMPLETIONS), getattr(args, "completion_template", None)
+    name = column_of(row, *COMPLETIONS)
+    template = getattr(args, "completion_template", None)
     if template is not None:
         answer = fill("--completion_template", template, row, columns)
     elif name is None:
@@ -126,9 +128,16 @@ def of_text(row, name):
 
 
 CONVERSATIONS = "messages", "conversations"
-FORMS = {"prompt": of_column} | dict.fromkeys(CONVERSATIONS, of_conversation)  # The first of the columns counts.
-FORMS |= {"query_token": of_column, "query": of_column, "instruction": of_instruction, "chosen": of_pair}
-FORMS["text"] = of_text
+FORMS = {  # The first of the columns counts.
+    "prompt": of_column,
+    "messages": of_conversation,
+    "conversations": of_conversation,
+    "query_token": of_column,
+    "query": of_column,
+    "instruction": of_instruction,
+    "chosen": of_pair,
+    "text": of_text,
+}
 COMPLETIONS = "completion", *CONVERSATIONS, "output", "reference_response_token", "chosen", "chosen_token"
 
 
@@ -169,7 +178,8 @@ def column_of(row, *names):
 
 def value_of(row, name):
     """What a column holds: text, token ids or messages. A text in the column `system` begins a conversation."""
-    value, system = row.get(name), row.get("system")
+    value = row.get(name)
+    system = row.get("system")
     is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
     if name not in CONVERSATIONS and (isinstance(value, str) or is_ids):
         return value
@@ -315,9 +325,9 @@ def to_prompts(args, flag, rows, tokenizer, room, column=None):
     if room <= 0:
         console.fail(f"--response_length {R}: leaves no room for a prompt in the models' context of {room + R}")
     prompts = encode(args, flag, rows, tokenizer, room + R, column, R)
-    # An empty answer has been given as token ids, since a text ends with EOS.
-    if empty := [row for row in prompts if [] in (row.ids, *row.answers)]:
-        console.fail(f"{empty[0].source}: the prompt or the completion of row {empty[0].number} is empty")
+    for row in prompts:
+        if [] in (row.ids, *row.answers):  # An empty answer has been given as token ids, since a text ends with EOS.
+            console.fail(f"{row.source}: the prompt or the completion of row {row.number} is empty")
     return prompts
 
 
@@ -407,7 +417,8 @@ def counted(rows, what):
 
 def texts_of(row, column):
     """What a row's messages say, or its answers where they are texts, which may end with a control token."""
-    prompt, answers = row.columns["prompt"], said(row.columns, column)
+    prompt = row.columns["prompt"]
+    answers = said(row.columns, column)
     if is_messages(prompt):
         return [message["content"] for turns in (prompt, *answers) for message in turns]
     return [answer.rstrip()[:-1] for answer in answers if isinstance(answer, str) and prompt]
@@ -469,6 +480,8 @@ def my_share(rows, accelerator):
     All processes get as many. Numbers from N on are filler, which stands at the end of what is gathered: those rows are
     the first ones again.
     """
-    N, world, device = len(rows), accelerator.num_processes, accelerator.device
+    N = len(rows)
+    world = accelerator.num_processes
+    device = accelerator.device
     numbers = torch.arange(N + -N % world, device=device).chunk(world)[accelerator.process_index]
     return numbers, [rows[i % N] for i in numbers.tolist()]

@@ -19,7 +19,6 @@ csv.field_size_limit(2**31 - 1)  # characters of a cell
 sys.setrecursionlimit(5000)  # Objects within objects are read and copied by recursion.
 SPACE = re.compile(r"\s*")
 FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.gz)?$", re.IGNORECASE)  # how names of data files end
-ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -41,8 +40,9 @@ def read_rows(spec, flag):
             rows = read_file(path, part)[taken] if path.is_file() else load_dataset(name, part, taken)
     if not rows:
         console.fail(f"{flag} {spec}: no rows")
-    if wrong := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
-        console.fail(f"{flag} {spec}: row {wrong[0][0]} is no object with columns: {reprlib.repr(wrong[0][1])}")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            console.fail(f"{flag} {spec}: row {number} is no object with columns: {reprlib.repr(row)}")
     return rows
 
 
@@ -51,7 +51,7 @@ def split(spec):
     whole, *ends = re.fullmatch(r"(.*?)(?:\[(-?\d+)?:(-?\d+)?\])?", spec).groups()
     names = [whole[: m.start()] for m in re.finditer(":|$", whole)]
     name = next(filter(os.path.exists, reversed(names)), names[0])
-    return name, whole[len(name) + 1 :], slice(*(int(end) if end else None for end in ends))
+    return name, whole[len(name) + 1 :], slice(*(end and int(end) for end in ends))
 
 
 def read_file(path, key):
@@ -61,17 +61,21 @@ def read_file(path, key):
         return pyarrow.parquet.read_table(path).to_pylist()
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         if kind in ("csv", "tsv"):  # All cells are texts. A short row is filled up with empty ones.
-            rows, comma = [], "," if kind == "csv" else "\t"
+            rows = []
+            comma = "," if kind == "csv" else "\t"
             try:
                 # Without `strict`, a quotation mark that nobody closes takes all rows up to the next one into its cell.
                 rows.extend(csv.DictReader(file, restval="", delimiter=comma, strict=True))
             except csv.Error as e:
                 where = f"row {len(rows) + 1}" if rows else "the header or row 1"
                 raise ValueError(f"{where}: a cell begins with a quotation mark and does not end with one: {e}") from e
-            if wrong := [number for number, row in enumerate(rows, 1) if None in row]:
-                raise ValueError(f"row {wrong[0]} has more cells than there are columns")
+            for number, row in enumerate(rows, 1):
+                if None in row:
+                    raise ValueError(f"row {number} has more cells than there are columns")
             return rows
-        text, found, end = file.read(), [], 0
+        text = file.read()
+        found = []
+        end = 0
     while (start := SPACE.match(text, end).end()) < len(text):  # JSON values one after the other
         value, end = json.JSONDecoder().raw_decode(text, start)
         found.append(value)
@@ -90,7 +94,8 @@ def load_dataset(name, part, taken):
     """Rows of what the library `datasets` reads: a folder, or NAME or NAME@REVISION of a repository on the Hub."""
     import datasets  # It is slow to import, and most runs do without it.
 
-    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json")):  # by `save_to_disk`
         found = datasets.load_from_disk(name)
         found = found[part or "train"] if isinstance(found, dict) else found
@@ -100,7 +105,8 @@ def load_dataset(name, part, taken):
         config, _, split = part.rpartition(":")
         is_file = bool(FILE.search(split))
         if part and not is_file and part in datasets.get_dataset_config_names(name, revision=revision):
-            config, split = part, ""
+            config = part
+            split = ""
         options = {"data_files": split, "split": "train"} if is_file else {"split": split or "train"}
         found = datasets.load_dataset(name, config or None, revision=revision, **options)
     return found.select(range(*taken.indices(len(found)))).to_list()
@@ -118,4 +124,5 @@ def check_dataset(flag, spec):
     if is_known and not path.exists():
         console.fail(f"{flag} {spec}: no such file")
     if path.is_file() and not is_known:
-        console.fail(f"{flag} {spec}: its name must end in {ENDINGS}, or in one of them and .gz")
+        endings = ".jsonl, .json, .ndjson, .csv, .tsv or .parquet"
+        console.fail(f"{flag} {spec}: its name must end in {endings}, or in one of them and .gz")

@@ -21,8 +21,8 @@ OUTPUTS = (
     "push_to_hub hub_model_id"
 ).split()
 # These flags may differ when a run writes into the output folder of an earlier one, because the model is the same.
-NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS, "exp_name", "eval_dataset", "eval_every", "num_sample_generations"]
-NOT_THE_MODEL += ["template_date"]
+NOT_THE_MODEL = [*MEMORY_KNOBS, *OUTPUTS]
+NOT_THE_MODEL += "exp_name eval_dataset eval_every num_sample_generations template_date".split()
 
 
 @dataclass
@@ -181,7 +181,8 @@ def described(kind):
     """{flag: (the comment above its group, up to a comma; its text)} of an Args class, from its source."""
     found = {}
     for base in reversed(kind.__mro__[:-1]):
-        group, source = "", inspect.getsource(base)
+        group = ""
+        source = inspect.getsource(base)
         for title, name, text in re.findall(r'^    (?:# (.+)|(\w+): .+\n    """((?s:.*?))""")$', source, re.M):
             group = title.partition(",")[0] or group
             if name:  # A page may give a flag another default, and that leaves it in its group.
@@ -205,8 +206,11 @@ def as_words(values):
 def differences(before, now, may_differ=()):
     """Texts that name where two dictionaries differ in what `now` holds. before: as JSON has returned it."""
     now = json.loads(json.dumps(now))
-    changed = [key for key in now if key not in may_differ and before.get(key) != now[key]]
-    return [f"{key} {before.get(key)!r} there, {now[key]!r} here" for key in changed]
+    return [
+        f"{key} {before.get(key)!r} there, {now[key]!r} here"
+        for key in now
+        if key not in may_differ and before.get(key) != now[key]
+    ]
 
 
 def experiment(args):

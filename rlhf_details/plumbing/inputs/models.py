@@ -32,8 +32,10 @@ def read(kind, path, flag, args, **options):
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 # A tokenizer has one of these at least. The second line holds those of byte-level BPE, WordPiece and SentencePiece.
-TOKENIZER_FILES = "tokenizer_config.json", "tokenizer.json", "tekken.json"
-TOKENIZER_FILES += "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
+TOKENIZER_FILES = (
+    "tokenizer_config.json tokenizer.json tekken.json "
+    "vocab.json vocab.txt tokenizer.model spiece.model sentencepiece.bpe.model"
+).split()
 
 
 def load_tokenizer(path, flag, args):
@@ -41,8 +43,7 @@ def load_tokenizer(path, flag, args):
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
-    model = base_of(path, flag) or path
-    name, revision = console.split(model)
+    name, revision = console.split(base_of(path, flag) or path)
     tokenizer.generation_eos = []  # for stop_tokens.end_ids
     with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
         ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
@@ -56,12 +57,13 @@ def find_tokenizer(path, flag, args):
 
     Adapters that come without one have that of their base.
     """
-    (name, revision), base = console.split(path), base_of(path, flag)
+    name, revision = console.split(path)
+    base = base_of(path, flag)
     if base or os.path.isdir(path):
         with console.reading(flag, path):
-            has_none = not any(has_file(name, file, revision) for file in TOKENIZER_FILES)
-        if has_none:
-            return find_tokenizer(base, flag, args) if base else None
+            has_one = any(has_file(name, file, revision) for file in TOKENIZER_FILES)
+        if not has_one:
+            return base and find_tokenizer(base, flag, args)
     # Adapters have no configuration. transformers 5.17 does not do without.
     known = {"config": read(transformers.AutoConfig, base, flag, args)} if base else {}
     return read(transformers.AutoTokenizer, path, flag, args, **known)
@@ -75,7 +77,8 @@ def vocabularies(*tokenizers):
 
 def append_eos(tokenizer):
     """Lets a tokenizer end each text with EOS where it adds special tokens. The code here never asks it to add any."""
-    eos, i = tokenizer.eos_token, tokenizer.eos_token_id
+    eos = tokenizer.eos_token
+    i = tokenizer.eos_token_id
     if tokenizer.is_fast and tokenizer("a").input_ids[-1:] != [i]:  # It may come from a model that was saved so.
         last = processors.TemplateProcessing(single=["$A", eos], special_tokens=[(eos, i)])
         steps = [tokenizer.backend_tokenizer.post_processor, last]
@@ -107,8 +110,8 @@ def load_policy(path, flag, args):
     config = model.config.get_text_config()
     for name, value in vars(config).items():
         if "jitter" in name and value:  # A router with jitter would put noise into the log-probs.
-            kind = config.model_type
-            console.fail(f"{flag} {path}: a {kind} draws random numbers in training mode ({name} {value})")
+            what = "draws random numbers in training mode"
+            console.fail(f"{flag} {path}: a {config.model_type} {what} ({name} {value})")
     if set(getattr(config, "layer_types", None) or []) == {"linear_attention"}:
         console.fail(f"{flag} {path}: a {config.model_type} cannot be sampled: it has no cache of keys and values")
     return model
@@ -120,7 +123,8 @@ def load_teacher(args, tokenizer, head):
 
     Args: tokenizer, head, the student's.
     """
-    path, flag = args.teacher_model_path, "--teacher_model_path"
+    path = args.teacher_model_path
+    flag = "--teacher_model_path"
     theirs = load_tokenizer(path, flag, args)
     if different := theirs.get_vocab().items() ^ tokenizer.get_vocab().items():
         differ = sorted(dict(different))
@@ -187,19 +191,21 @@ def load(kind, path, flag, args, **options):
         )
         for name, found, expected in info["mismatched_keys"]:
             console.fail(f"{flag} {path}: {name} has the shape {list(found)}, and {list(expected)} is expected")
-        missing, unexpected = set(info["missing_keys"]), info["unexpected_keys"]
+        missing = set(info["missing_keys"])
+        unexpected = info["unexpected_keys"]
         refuse_lost_weights(model, unexpected, path, flag)
         if model.get_output_embeddings() and not model.all_tied_weights_keys:  # whatever the configuration says
             model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     if tokenizer := find_tokenizer(path, flag, args):
-        size, (tokens,) = model.get_input_embeddings().num_embeddings, vocabularies(tokenizer)
+        size = model.get_input_embeddings().num_embeddings
+        (tokens,) = vocabularies(tokenizer)
         if max(tokens.values()) >= size:
             what = f"its tokenizer has {max(tokens.values()) + 1} tokens, and the model {size} embeddings"
             console.fail(f"{flag} {path}: {what}; model.resize_token_embeddings adds the others")
         model.num_tokens = min(size, chat.vocabulary(tokenizer))
-    # A sum is finite only if all numbers are.
-    if wrong := [name for name, p in model.named_parameters() if not p.detach().sum().isfinite()]:
-        console.fail(f"{flag} {path}: {wrong[0]} holds numbers that are not finite")
+    for name, p in model.named_parameters():
+        if not p.detach().sum().isfinite():  # A sum is finite only if all numbers are.
+            console.fail(f"{flag} {path}: {name} holds numbers that are not finite")
     if model.config.get_text_config() is not model.config:
         # Text gives no gradient to what a model has for images and sounds, for which DDP would wait in vain.
         heads = filter(None, (model.get_output_embeddings(), getattr(model, "score", None)))
@@ -215,7 +221,7 @@ def refuse_lost_weights(model, names, path, flag):
     is not 0. A line names modules in the files that it does not have at all.
     """
     # Old files hold the buffers of GPT-2 and its kin, which are no weights.
-    names = {x for x in names - {name for name, _ in model.named_buffers()} if not x.endswith("masked_bias")}
+    names = {x for x in names - dict(model.named_buffers()).keys() if not x.endswith("masked_bias")}
     name, revision = console.split(path)
     for file in Path(cached_file(name, "config.json", revision=revision)).parent.glob("*.safetensors") if names else ():
         with safe_open(file, "pt") as saved:
@@ -250,9 +256,9 @@ def sdpa_mask_unread(*args, attention_mask=None, allow_is_causal_skip=True, **op
 
     On a GPU it makes every mask. To read one, the host would wait for the GPU in each forward.
     """
-    is_on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
-    options |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip and is_on_cpu}
-    return transformers.masking_utils.sdpa_mask(*args, **options)
+    skip = allow_is_causal_skip and (attention_mask is None or attention_mask.device.type == "cpu")
+    make = transformers.masking_utils.sdpa_mask
+    return make(*args, attention_mask=attention_mask, allow_is_causal_skip=skip, **options)
 
 
 def num_tokens(model):
@@ -280,7 +286,8 @@ class Head:
     def __init__(self, model):
         config = model.config.get_text_config()
         # The model stands in a list, so that no module sees it as its child.
-        self.model, self.vocab_size = [model], num_tokens(model)
+        self.model = [model]
+        self.vocab_size = num_tokens(model)
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, and Gemma 2 caps.
         self.scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
         self.cap = getattr(config, "final_logit_softcapping", None)
@@ -297,11 +304,14 @@ def lm_head(model):
     """The Head of a causal model. It is shown to give the model's own logits from `hidden_states` behind padding and
     with a cache, or the program ends with one line.
     """
-    head, training, source = Head(model), model.training, getattr(model, "source", ("--base_model", "scratch"))
+    head = Head(model)
+    training = model.training
+    source = getattr(model, "source", ("--base_model", "scratch"))
     tokens = torch.arange(16, device=model.device).view(2, 8) % head.vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # A decoder that counts its own positions would count the padding.
-    positions, parts = utils.positions_from_mask(mask), (slice(0, 7), slice(7, 8))
+    positions = utils.positions_from_mask(mask)
+    parts = (slice(0, 7), slice(7, 8))
     with console.reading(*source):  # A model may fail in any way, and one from the Hub brings code of its own.
         cache = transformers.DynamicCache(config=model.config)
         logits = model.eval()(input_ids=tokens[:1, 4:], use_cache=False).logits
@@ -327,9 +337,11 @@ def make_small(args, rows):
     if task in toy.TASKS:
         tokenizer = toy.tokenizer(task)
     else:
-        backend, texts = ByteLevelBPETokenizer(), [row["prompt"] + row["completion"] for row in rows]
-        options = dict(min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False)
-        backend.train_from_iterator(texts, args.vocab_size, **options)
+        backend = ByteLevelBPETokenizer()
+        texts = [row["prompt"] + row["completion"] for row in rows]
+        backend.train_from_iterator(
+            texts, args.vocab_size, min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False
+        )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="<eos>")
     config = transformers.GPTNeoXConfig(
         vocab_size=len(tokenizer),
@@ -358,10 +370,14 @@ def add_adapters(model, rank):
         return model
     from peft import LoraConfig, LoraModel
 
-    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    options = dict(target_modules="all-linear", task_type=kind, r=rank, lora_alpha=2 * rank, lora_dropout=0.0)
-    frozen = [name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad]
-    config = LoraConfig(exclude_modules=frozen, **options)
+    config = LoraConfig(
+        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=[name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad],
+    )
     try:
         model.lora = [LoraModel(model, config, "default")]
     except ValueError as e:
@@ -384,11 +400,15 @@ class WithoutAdapters(torch.nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.model, self.policy, self.reads = policy.model, [policy], [policy]
+        self.model = policy.model
+        self.policy = [policy]
+        self.reads = [policy]
 
     def forward(self, *args, **kwargs):
-        (lora,), (policy,) = self.model.lora, self.policy
-        critic, policy.critic = getattr(policy, "critic", None), None  # A reference has no values.
+        (lora,) = self.model.lora
+        (policy,) = self.policy
+        critic = getattr(policy, "critic", None)
+        policy.critic = None  # A reference has no values.
         lora.disable_adapter_layers()
         outputs = self.reads[0](*args, **kwargs)
         lora.enable_adapter_layers()
@@ -410,7 +430,8 @@ def save_adapter(model, folder, base_model):
     config.base_model_name_or_path, config.revision = console.split(str(base_model))
     config.inference_mode = True
     config.save_pretrained(folder)
-    weights, metadata = get_peft_model_state_dict(model), {"format": "pt"}
+    weights = get_peft_model_state_dict(model)
+    metadata = {"format": "pt"}
     if hasattr(model, "score"):  # A new head belongs to the adapters, as in peft's own SEQ_CLS, and so does its bias.
         weights["score.weight"] = model.score.weight
         metadata["reward_bias"] = str(getattr(model.config, "reward_bias", 0.0))
@@ -420,15 +441,20 @@ def save_adapter(model, folder, base_model):
 
 def base_of(path, flag):
     """The model that adapters (a folder or Hub name) belong to, or None where the path holds no adapters."""
-    name, revision = console.split(path)
     with console.reading(flag, path):
-        console.announce(path)
-        file = find_adapter_config_file(name, revision=revision)
-        config = json.loads(Path(file).read_text()) if file else {}
-    base = config.get("base_model_name_or_path") or ""
+        base = find_base(path)
     if base and os.path.realpath(base) == os.path.realpath(path):
         console.fail(f"{flag} {path}: holds adapters whose base must be the path of another model, not {base!r}")
-    return "@".join(filter(None, (base, config.get("revision")))) or None
+    return base
+
+
+def find_base(path):
+    """As base_of. What cannot be read raises an error."""
+    console.announce(path)
+    name, revision = console.split(path)
+    file = find_adapter_config_file(name, revision=revision)
+    config = json.loads(Path(file).read_text()) if file else {}
+    return "@".join(filter(None, (config.get("base_model_name_or_path"), config.get("revision")))) or None
 
 
 def merged(model, path, flag, args):

@@ -12,15 +12,14 @@ def end_of_turn(tokenizer, options=None):
     The ids are [] where there is no template, or where it ends an answer without a special token.
     """
     closing = example(tokenizer, options).rpartition("An answer.")[2]
-    ids, special = tokenizer(closing, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
-    return closing, ids[next((i for i, token in enumerate(ids) if token in special), len(ids)) :]
+    ids, special = chat.with_special(tokenizer, closing)
+    return closing, ids[min(special, default=len(ids)) :]
 
 
 def example(tokenizer, options=None):
     """What the chat template writes of a question and an answer, "" where there is none or it refuses them."""
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}]
     try:
-        return chat.render(tokenizer, turns, options)
+        return chat.render(tokenizer, [chat.QUESTION, chat.ANSWER], options)
     except Exception:  # A template may refuse what it likes.
         return ""
 
@@ -52,10 +51,7 @@ def stop_ids(tokenizer, text, flag, device=None):
         if len(ids) > 1:
             console.say(f"{flag} eos: a response ends with {' or '.join(map(tokenizer.decode, ids))}")
     elif text != "none":
-        ids = [tokenizer.get_vocab().get(text)]
-        if ids == [None]:
-            before, (*others, i) = (tokenizer(words, add_special_tokens=False).input_ids for words in ("a", f"a{text}"))
-            if others != before or i == tokenizer.unk_token_id:
-                console.fail(f"{flag} {text!r}: not one token of the vocabulary")
-            ids = [i]
+        ids = [tokenizer.get_vocab()[text]] if text in tokenizer.get_vocab() else chat.ids_after(tokenizer, "a", text)
+        if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
+            console.fail(f"{flag} {text!r}: not one token of the vocabulary")
     return torch.tensor(ids, dtype=torch.long, device=device)

@@ -39,27 +39,12 @@ def encode_texts(tokenizer, prompt, completion=None, end=None):
     if completion is None:
         return ids
     # Prompt and completion are tokenised apart, because the sampler also starts anew after the prompt. [DATA-1]
-    answer = ids_after(tokenizer, prompt, completion)
+    answer = chat.ids_after(tokenizer, prompt, completion)
     if end:  # Keep only its first id. ChatML adds a line break, and Phi-3.5 EOS as well. No policy samples these.
         return ids, answer[: len(answer) - len(end) + 1]
     if answer[-1:] == [tokenizer.eos_token_id]:  # The text has it already.
         return ids, answer
     return ids, [*answer, tokenizer.eos_token_id]  # Without an end in its data no policy learns to stop. [DATA-2]
-
-
-def ids_after(tokenizer, prompt, text):
-    """Token ids of a text that stands behind a prompt, without a token across the seam.
-
-    SentencePiece's tokenizers put a space (U+2581) before a text that stands alone. Behind a prompt it has none.
-    """
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    if not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith("\u2581"):
-        return ids
-    for before in (prompt, "a", "1"):  # If a token lies across the seam, the text is read behind a letter or a digit.
-        first, whole = (tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text))
-        if whole[: len(first)] == first:
-            return whole[len(first) :]
-    return ids
 
 
 def without_padding(tokenizer, ids):
@@ -91,17 +76,19 @@ def render_pair(tokenizer, prompt, completion, options):
     whole = chat.render(tokenizer, turns, options)
     begin = len(text)
     if not whole.startswith(text):
-        shared, question = text[: chat.shared_length(text, whole)], prompt[-1]["content"].strip()
+        shared = text[: chat.shared_length(text, whole)]
+        question = prompt[-1]["content"].strip()
         asked = "" if goes_on or not question else "".join(text.rpartition(question)[1:])
         if asked and asked in whole[len(shared) :]:  # Mistral's writes the system's message where a question is last.
             begin = whole.rindex(asked) + len(asked)
         else:  # DeepSeek-R1's prompt goes on with <think>, and its answers begin without it.
-            begin = max((shared.rfind(x) + len(x) for x in chat.special_tokens(tokenizer) if x in shared), default=0)
+            special = (token.content for token in tokenizer.added_tokens_decoder.values())
+            begin = max((shared.rfind(x) + len(x) for x in special if x in shared), default=0)
             text = shared[:begin]
     closing, end = stop_tokens.end_of_turn(tokenizer, options)
     if end and not whole.endswith(closing):  # A turn that calls a tool may end with a token of its own.
-        ids, special = tokenizer(whole, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
-        end = ids[max(i for i, token in enumerate(ids) if token in special) :]
+        ids, special = chat.with_special(tokenizer, whole)
+        end = ids[special[-1] :]
     return text, whole[begin:], end
 
 
@@ -111,7 +98,10 @@ def encode_turns(tokenizer, messages, options):
     They are those that train_agent.py would have sampled and written: an answer is what the chat template writes where
     it is the last one, with the token that ends it, and no later message changes it.
     """
-    ids, is_own, answer, end = [], [], [], stop_tokens.end_of_turn(tokenizer, options)[1]
+    ids = []
+    is_own = []
+    answer = []
+    end = stop_tokens.end_of_turn(tokenizer, options)[1]
     starts = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     for last, i in itertools.pairwise([-1, *starts]):
         before, next_answer = encode(tokenizer, messages[:i], [messages[i]], options)
@@ -131,8 +121,9 @@ def marked(tokenizer, messages, options):
     """(Token ids, which of them it marks) of a chat whose template has {% generation %} marks, else ([], [])."""
     if not re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template(tools=options.get("tools")))):
         return [], []
-    more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = chat.render(tokenizer, messages, options, **more)
+    found = chat.render(
+        tokenizer, messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     return found["input_ids"], [bool(x) for x in found["assistant_masks"]]
 
 
@@ -143,17 +134,16 @@ def between_turns(tokenizer, messages, options):
     """
     # The template is asked of a dummy chat. What it would make of the turns before does not matter, because these keep
     # the ids that they have.
-    written = render_between(tokenizer, "An answer.", messages, options).partition("An answer.")[2]
-    ids, special = tokenizer(written, add_special_tokens=False).input_ids, chat.special_tokens(tokenizer).values()
-    end = next((i + 1 for i, token in enumerate(ids) if token in special), 0)
+    written = render_between(tokenizer, chat.ANSWER, messages, options).partition("An answer.")[2]
+    ids, special = chat.with_special(tokenizer, written)
+    end = special[0] + 1 if special else 0
     return ids[:end], ids[end:]
 
 
 def render_between(tokenizer, answer, messages, options):
-    """The text of a question, an answer and messages. Tools stand in a chat's first messages alone."""
-    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}, *messages]
+    """The text of a question, an answer and more messages. Tools stand in a chat's first messages alone."""
     options = {name: x for name, x in options.items() if name not in ("tools", "documents")}
-    return chat.render(tokenizer, turns, options, add_generation_prompt=True)
+    return chat.render(tokenizer, [chat.QUESTION, answer, *messages], options, add_generation_prompt=True)
 
 
 def decode(tokenizer, responses, mask):
@@ -180,10 +170,10 @@ def decode_all(tokenizer, rows):
     return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
 
 
-def with_space(tokenizer, prompt, first, text):
+def with_space(tokenizer, row, first, text):
     """A decoded text as it stands behind a prompt of plain text: with the space that SentencePiece's decoder drops from
-    its first token, an id.
+    its first token, an id. Args: row, the Prompt.
     """
     token = str(tokenizer.convert_ids_to_tokens(first))
-    is_lost = token.startswith("\u2581") and not text.startswith(" ") and not chat.is_messages(prompt)
+    is_lost = token.startswith("\u2581") and not text.startswith(" ") and not chat.is_messages(row.columns["prompt"])
     return " " * is_lost + text

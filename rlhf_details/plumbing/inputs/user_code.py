@@ -32,11 +32,11 @@ def load_function(spec, flag):
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
         console.fail(f"{flag} {spec}: no such file")
-    folder = Path(name).resolve().parent if is_file else Path.cwd()
-    sys.path[:] = dict.fromkeys([str(folder), *sys.path])
+    whole = Path(name).resolve()  # of a module a path in the current folder
+    sys.path[:] = dict.fromkeys([str(whole.parent), *sys.path])
     try:
         with fenced(f"{flag} {spec}"):
-            found = getattr(load_module(str(Path(name).resolve()) if is_file else name), function, None)
+            found = getattr(load_module(str(whole) if is_file else name), function, None)
     except ImportError as e:
         console.fail(f"{flag} {spec}: cannot be imported ({e})")
     if not callable(found):
@@ -72,8 +72,11 @@ def fenced(what):
     folders that the user's code has added stay, but behind all others. After a minute a line says what the run waits
     for, so a judge and what other processes do stand here as well.
     """
-    dtype, device, path = torch.get_default_dtype(), torch.get_default_device(), sys.path[:]
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    path = sys.path[:]
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     reminder = threading.Timer(PATIENCE, console.say, [f"still waiting for {what}, after {PATIENCE:g} s"])
     reminder.start()
@@ -95,13 +98,9 @@ def fenced(what):
 
 def result_of(found):
     """What a function has returned, or where that is a coroutine, what the coroutine returns."""
-    if not inspect.isawaitable(found):
+    if not inspect.iscoroutine(found):
         return found
-
-    async def whole():
-        return await found
-
-    pending = asyncio.run_coroutine_threadsafe(whole(), event_loop())
+    pending = asyncio.run_coroutine_threadsafe(found, event_loop())
     try:
         return pending.result()
     finally:

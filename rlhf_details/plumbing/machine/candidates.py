@@ -10,7 +10,8 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import models
 
 # What responses are sampled for, a coordinate of their noise; utils.TRAINING and EVALUATION are those of comparisons.
-BEFORE, AFTER = 2, 3
+BEFORE = 2
+AFTER = 3
 
 
 class NextToken(nn.Module):
@@ -18,7 +19,9 @@ class NextToken(nn.Module):
 
     def __init__(self, model, temperature):
         super().__init__()
-        self.model, self.temperature, self.head = model, temperature, models.lm_head(model)
+        self.model = model
+        self.temperature = temperature
+        self.head = models.lm_head(model)
 
     def forward(self, tokens, mask, positions, index, cache):
         """Args: tokens, mask, positions [N, L]; index [C], columns to read. Returns: logits / temperature [N, C, V]."""
@@ -26,10 +29,11 @@ class NextToken(nn.Module):
         return self.head(hidden).float() / self.temperature
 
 
-def load_sampled(args, accelerator):
-    """The policy at --sft_model_path, to sample from."""
+def load_sampled(args, accelerator, purpose):
+    """(The policy at --sft_model_path, to sample from; the key of its noise)."""
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
-    return NextToken(model, args.temperature).to(accelerator.device).eval()
+    policy = NextToken(model, args.temperature).to(accelerator.device).eval()
+    return policy, (args.seed, utils.REWARD_DATA, purpose)
 
 
 def progress(slices):
@@ -41,7 +45,7 @@ def of_toy(args, accelerator, tokenizer):
     """A function (split, num, purpose) -> rows of the embedded task: the SFT policy answers, and its human chooses."""
 
     def rows(split, num, purpose):
-        policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+        policy, key = load_sampled(args, accelerator, purpose)
         with accelerator.autocast():
             return toy.comparisons(split, num, policy, tokenizer, key, args.response_length, progress)
 
@@ -54,6 +58,6 @@ def sample(args, accelerator, prompts, purpose, stop_ids):
     Args: prompts, lists of token ids; purpose, e.g. BEFORE, so that the noise differs; stop_ids [S].
     Returns: a list of token ids for each.
     """
-    policy, key = load_sampled(args, accelerator), (args.seed, utils.REWARD_DATA, purpose)
+    policy, key = load_sampled(args, accelerator, purpose)
     with accelerator.autocast():
         return utils.sample_rows(policy, prompts, 1, args.response_length, stop_ids, key, progress)

@@ -17,6 +17,7 @@ from datetime import date, timedelta
 from types import MethodType
 
 import torch
+import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import (
     AutocastKwargs,
@@ -84,7 +85,8 @@ def configure(accelerator, args):
 
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # accelerate's would round the log-probs to bf16.
         # Otherwise transformers leaves the models that are not sharded empty on all processes but the first.
-        plugin.cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False, "false"
+        plugin.cpu_ram_efficient_loading = False
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         # autocast's cache would keep the whole of all weights in bf16, until the phase of the loop ends.
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     if uses_deepspeed(accelerator):
@@ -104,13 +106,18 @@ def configure_deepspeed(accelerator, args):
     # The weights stay fp32 and bf16 is autocast, as under the other engines.
     config["bf16"] = config["fp16"] = {"enabled": False}
     # ZeRO-3 has no cache of weights in bf16, which would keep the whole of them.
-    cast = {"dtype": torch.bfloat16, "enabled": kind == "bf16", "cache_enabled": plugin.zero_stage != 3}
-    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, **cast)
+    device = accelerator.device.type
+    is_on = kind == "bf16"
+    is_kept = plugin.zero_stage != 3
+    accelerator.autocast = lambda: torch.autocast(device, torch.bfloat16, is_on, is_kept)
     # DeepSpeed clips by itself, where accelerate's "auto" would mean 1. The batch sizes are for its counters alone.
-    config |= {"gradient_clipping": args.max_grad_norm or 0.0, "gradient_accumulation_steps": 1}
-    config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    config |= {
+        "gradient_clipping": args.max_grad_norm or 0.0,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "train_batch_size": args.micro_batch_size * accelerator.num_processes,
+    }
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # in fp32, which they have here
-    config["train_batch_size"] = args.micro_batch_size * accelerator.num_processes
 
 
 def shards_weights(accelerator):
@@ -130,7 +137,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
     bf16 autocast frozen modules hold `matrices` in bf16, unless their weights are shared out.
     """
     module._no_split_modules = sorted({type(m).__name__ for m in layers(module)})  # FSDP2 gathers them singly.
-    empty, own = empty_copy(module), set(module.modules())
+    empty = empty_copy(module)
+    own = set(module.modules())
     if uses_deepspeed(accelerator) or accelerator.is_fsdp2:  # accelerate does the same for DDP.
         module.forward = MethodType(accelerator.autocast()(type(module).forward), module)
     if name(accelerator) == "ZeRO-3":
@@ -142,7 +150,8 @@ def prepare(args, accelerator, module, optimizer, *frozen):
         # accelerate (1.15) would step inside `backward`, once a micro-batch. `step` does it here.
         accelerator.deepspeed_engine_wrapped.backward = lambda loss, **_: module.backward(loss)
     module.gather = functools.partial(whole_copy, accelerator, module) if shards_weights(accelerator) else None
-    module.template, module.waiting = [empty], []  # In lists, so that no module sees them as its children.
+    module.template = [empty]  # In lists, so that no module sees them as its children.
+    module.waiting = []
     for m in filter(None, frozen):
         if m.model in own:  # Under LoRA the reference is the policy without its adapters. FSDP2 gathers only for it.
             m.reads = [module]
@@ -173,15 +182,23 @@ def precision(accelerator):
     """What matrices are multiplied in: "fp32", or autocast's "bf16" or "fp16"."""
     device = accelerator.device.type
     with accelerator.autocast():
-        is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        is_on = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype] if is_on else "fp32"
 
 
 def in_words(accelerator):
     """Engine, processes and precision, such as "2 processes (FSDP2) in bf16"."""
-    count, engine = accelerator.num_processes, name(accelerator)
+    count = accelerator.num_processes
+    engine = name(accelerator)
     processes = engine if engine == "one process" else f"{count} process{'es' * (count > 1)} ({engine})"
     return f"{processes} in {precision(accelerator)}"
+
+
+def about(accelerator):
+    """What a run's results may depend on beside its arguments: versions, device and number of processes."""
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    return {"versions": versions, "device": str(accelerator.device), "num_processes": accelerator.num_processes}
 
 
 # ---- sampling and training -------------------------------------------------------------------------------------------
@@ -277,8 +294,8 @@ def matrices(module):
 
     They are those of linear layers, but for a head that is tied to an embedding, and for a reward model's fp32 head.
     """
-    kinds, named = nn.Linear | Conv1D, module.named_modules()
-    linear = {m.weight for name, m in named if isinstance(m, kinds) and not name.endswith("score")}
+    kinds = nn.Linear | Conv1D
+    linear = {m.weight for name, m in module.named_modules() if isinstance(m, kinds) and not name.endswith("score")}
     return linear - {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
 
 

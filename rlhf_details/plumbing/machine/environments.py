@@ -35,8 +35,8 @@ def check(args):
 def function_of(args, tokenizer=None):
     """The function of --env_fn, or that of --tools."""
     if args.tools:
-        return rewards.Function(" ".join(args.tools), tools.Tools(args, tokenizer), flag="--tools")
-    return rewards.Function(args.env_fn.rpartition(":")[2], args.env_fn, flag="--env_fn")
+        return rewards.Function(" ".join(args.tools), tools.Tools(args, tokenizer), "--tools")
+    return rewards.Function(args.env_fn.rpartition(":")[2], args.env_fn, "--env_fn")
 
 
 class Environment:
@@ -46,8 +46,12 @@ class Environment:
     """
 
     def __init__(self, args, accelerator, tokenizer, *data_sets):
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.args = args
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
         self.function = function_of(args, tokenizer)
+        observation = self.messages("An observation.")
+        thought = chat.ANSWER | {"content": "<think>\nA thought.\n</think>\n\nAn answer."}
         for data_set in filter(None, data_sets):
             self.function.find_columns(data_set)
             if args.tools:
@@ -56,20 +60,22 @@ class Environment:
             if row is None:
                 continue
             try:  # The other rows have the same template.
-                self.between(row, self.messages("An observation."))
+                self.between(row, observation)
             except Exception as e:  # A template may raise whatever it likes.
                 where = f"{row.source}: row {row.number}: the chat template refuses an observation"
                 console.fail(f"--env_role {args.env_role}: {where} ({console.in_one_line(e)})")
-            self.say_if_rewritten(row)
+            if "A thought." not in token_ids.render_between(tokenizer, thought, observation, row.options):
+                console.say(
+                    "the chat template drops the reasoning of earlier turns; here the ids that were sampled stay"
+                )
 
     def __call__(self, rows, turns, room):
         """Where the function is at fault, all processes end. Call it on every process."""
-        said, fault = [], ""
+        said = []
+        fault = ""
         try:
-            said = self.function(rows, turns, None) if rows else []
-            if wrong := [x for x in said if not (x is None or isinstance(x, str) or is_said(x))]:
-                kinds = "neither a text, nor messages with a text as content, nor None"
-                raise rewards.Fault(f"{self.function.what} returned {wrong[0]!r}, which is {kinds}")
+            found = self.function(rows, prompts=[row.text for row in rows], completions=turns) if rows else []
+            said = [None if x is None else self.messages(x) for x in found]
         except rewards.Fault as e:
             fault = str(e)
         rewards.end_if_any(self.accelerator, gather_object([fault]))
@@ -79,15 +85,15 @@ class Environment:
         """Whether no process has an active episode. Call it on every process."""
         return not any(gather_object([bool(active)]))
 
-    def observation(self, row, room, said):
-        """`between` of a text or messages, or None where there is none, it has too many tokens or leaves no turn room.
+    def observation(self, row, room, messages):
+        """`between` of messages, or None where there are none, they have too many tokens or leave no turn room.
 
-        Under --long_observation cut its longest text loses its end, but not what the template writes behind it.
+        Under --long_observation cut the longest text loses its end, but not what the template writes behind it.
         """
-        if said is None:
+        if messages is None:
             return None
-        messages = self.messages(said)
-        ids, limit = self.between(row, messages), self.args.max_observation_tokens or room
+        ids = self.between(row, messages)
+        limit = self.args.max_observation_tokens or room
         while len(ids) > limit < room and self.args.long_observation == "cut":
             # The template's closing tokens stay, so a text is cut and not the ids.
             longest = max(messages, key=lambda message: len(message["content"]))
@@ -98,41 +104,37 @@ class Environment:
         return ids if len(ids) <= limit and len(ids) < room else None
 
     def messages(self, said):
-        """Messages of their own, of which a text is one."""
-        if isinstance(said, list):
-            return [{**message} for message in said]
-        return [{"role": self.args.env_role, "content": said} | ({"tool_call_id": tools.ID} if self.args.tools else {})]
+        """What an environment says, a text or messages, as messages of their own. Raises a Fault if it is neither."""
+        if isinstance(said, str):
+            more = {"tool_call_id": tools.ID} if self.args.tools else {}
+            said = [{"role": self.args.env_role, "content": said} | more]
+        if not (chat.is_messages(said) and all(isinstance(message.get("content"), str) for message in said)):
+            kinds = "neither a text, nor messages with a text as content, nor None"
+            raise rewards.Fault(f"{self.function.what} returned {said!r}, which is {kinds}")
+        return [{**message} for message in said]
 
     def between(self, row, messages):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""
         if not chat.is_messages(row.columns["prompt"]):
-            return token_ids.ids_after(self.tokenizer, "a", as_text(messages))
+            return chat.ids_after(self.tokenizer, "a", as_text(messages))
         # The policy has sampled the end of its turn itself.
         return token_ids.between_turns(self.tokenizer, messages, row.options)[1]
 
-    def say_if_rewritten(self, row):
-        """Says whether the template drops the reasoning of earlier turns."""
-        thought = "<think>\nA thought.\n</think>\n\nAn answer."
-        messages = self.messages("An observation.")
-        if "A thought." not in token_ids.render_between(self.tokenizer, thought, messages, row.options):
-            console.say("the chat template drops the reasoning of earlier turns; here the ids that were sampled stay")
 
-
-def is_said(x):
-    """Whether an environment may say x, which is no text: messages."""
-    return chat.is_messages(x) and all(isinstance(message.get("content"), str) for message in x)
-
-
-def as_text(said):
+def as_text(messages):
     """What an environment says as one text, or None."""
-    return "\n".join(message["content"] for message in said) if isinstance(said, list) else said
+    return messages and "\n".join(message["content"] for message in messages)
 
 
 def metrics(found, prefix, length):
     """{metric: mean} of a page's Trajectories; length, the name of the number of the policy's own tokens."""
     own = found.action_mask.sum(1)
-    means = {length: own, "observation_tokens": found.response_mask.sum(1) - own}
     # A turn begins where the policy writes behind something else. An empty observation does not part two turns.
     begins = found.action_mask[:, 1:] & ~found.action_mask[:, :-1]
-    means |= {"turns": 1 + begins.sum(1), "ran_out": ~found.ended}
+    means = {
+        length: own,
+        "observation_tokens": found.response_mask.sum(1) - own,
+        "turns": 1 + begins.sum(1),
+        "ran_out": ~found.ended,
+    }
     return {prefix + name: x.float().mean().item() for name, x in means.items()}

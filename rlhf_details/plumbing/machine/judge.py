@@ -12,7 +12,9 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import user_code
 
 PAIR_ORDER = 5  # a coordinate of the random order within a pair, beside the purposes of noise in utils.py
-RETRIES, AT_ONCE, TIMEOUT = 5, 8, 60.0  # The client tries again after what may pass. The limit is in seconds.
+RETRIES = 5  # The client tries again after what may pass.
+AT_ONCE = 8
+TIMEOUT = 60.0  # seconds
 JUDGE_TEMPLATE = """\
 Below are a prompt and two responses to it. Say which response is better. If the prompt asks for a summary, the \
 better one says what matters most in the text, briefly, and nothing that the text does not say. If it asks for \
@@ -88,8 +90,10 @@ async def ask_all(args, pairs, path, api_key):
     import openai
 
     client = openai.AsyncOpenAI(api_key=api_key, base_url=args.judge_base_url, timeout=TIMEOUT, max_retries=RETRIES)
-    options, kept = {"model": args.judge_model, "temperature": 0}, {}
-    found, limit = [("tied", "")] * len(pairs), TIMEOUT * (RETRIES + 2)  # A server may send a byte now and then.
+    options = {"model": args.judge_model, "temperature": 0}
+    kept = {}
+    found = [("tied", "")] * len(pairs)
+    limit = TIMEOUT * (RETRIES + 2)  # A server may send a byte now and then.
     waiting = iter(console.progress(f"asking {args.judge_model}", enumerate(pairs), len(pairs)))
 
     async def work():

@@ -28,7 +28,8 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     Args: k, the responses to a prompt; policy, reward_model (or None), modules of the page; prompts, data.Prompts;
     response_logprobs and response_scores, the page's functions of (module, batch, n).
     """
-    (n, size), (rollout_n, _) = largest(k, args.micro_batch_size), largest(k, args.rollout_micro_batch_size)
+    n, size = largest(k, args.micro_batch_size)
+    rollout_n, _ = largest(k, args.rollout_micro_batch_size)
     page = policy, reward_model, response_logprobs, response_scores
     if why := why_plain(args, max(n, rollout_n), prompts, *page):
         console.say(f"plain rows, one response each: {why}")
@@ -40,7 +41,7 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
 
 def largest(k, size):
     """(n, M): the largest divisor of k that is at most `size`, and the most episodes, a multiple of n, that are."""
-    n = max(divisor for divisor in range(1, k + 1) if k % divisor == 0 and divisor <= size)
+    n = max(divisor for divisor in range(1, min(k, size) + 1) if k % divisor == 0)
     return n, size // n * n
 
 
@@ -57,7 +58,8 @@ def why_plain(args, n, prompts, policy, reward_model, response_logprobs, respons
         if kinds - {"full_attention", "global"} or getattr(config, "sliding_window", None):
             return f"the {name} ({config.model_type}) has sliding-window, local or recurrent layers"
     # The trial is short: rows of full length could be many and wide, and the models may still be on the CPU.
-    n, longest = min(n, 4), max(len(prompt.ids) for prompt in prompts)
+    n = min(n, 4)
+    longest = max(len(prompt.ids) for prompt in prompts)
     batch = made_up_batch(policy.model, min(longest, 16), min(args.response_length, 8), n)
     policy.eval()
     try:
@@ -81,7 +83,8 @@ def made_up_batch(model, query_length, response_length, n):
         numbers = torch.arange(rows * columns, device=model.device).view(rows, columns)
         return numbers * 7919 % models.num_tokens(model)
 
-    queries, responses = ids(2, query_length).repeat_interleave(n, 0), ids(2 * n, response_length)
+    queries = ids(2, query_length).repeat_interleave(n, 0)
+    responses = ids(2 * n, response_length)
     query_mask = torch.ones_like(queries, dtype=torch.bool)
     query_mask[:n, : query_length // 2] = False  # The first prompt is left-padded.
     return utils.Batch(queries, query_mask, responses, torch.ones_like(responses, dtype=torch.bool))

@@ -4,13 +4,13 @@ What a response is worth: the reward model's score, the user's reward functions,
 A reward function is called as f(prompts, completions, **columns) and returns a list with one entry for each completion:
 a number; True or False, which count 1 and 0, for a reward that can be verified; None, where it does not apply to the
 kind of row; or NaN, where it abstains from one response, as a judge that failed does. `prompts` and `completions` are
-strings, also for conversations, or under --reward_fn_format messages lists
-of messages, also for plain text. `columns` are the data set's other columns, each a list as long, with None where a row
-lacks it. A function gets those that it names, or all of them where it takes **columns. It may be `async`. Source: the
-convention of TRL's GRPOTrainer and RLOOTrainer, which pass messages where the prompts are messages.
+strings, also for conversations, or under --reward_fn_format messages lists of messages, also for plain text. `columns`
+are the data set's other columns, each a list as long, with None where a row lacks it. A function gets those that it
+names, or all of them where it takes **columns. It may be `async`. Source: the convention of TRL's GRPOTrainer and
+RLOOTrainer, which pass messages where the prompts are messages.
 
-Here every reward of text has one shape, f(rows, texts, ended) -> entries: the user's functions, what is watched on the
-embedded task, and a reward model that does not read the policy's token ids.
+Here `said` is what each response says: a list that holds its text, or of a trajectory the texts of all turns and,
+between them, of all observations.
 """
 
 import copy
@@ -30,7 +30,6 @@ from rlhf_details import toy, utils
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import models, token_ids, user_code
 from rlhf_details.plumbing.inputs.chat import RowError, is_messages
-from rlhf_details.plumbing.inputs.token_ids import encode
 from rlhf_details.plumbing.machine import engines
 
 LARGEST = 1e15  # Sums of squares of rewards must be numbers in fp32.
@@ -56,78 +55,58 @@ def check_functions(args):
         console.fail(f"--reward_fn_weights: {len(args.reward_fn_weights)} weights for {len(functions)} functions")
 
 
-def functions_of(args, role=None):
+def functions_of(args):
     """{name in metrics and messages: Function}. One whose name is not its own there is called FILE.py:function."""
     names = [spec.rpartition(":")[2] for spec in args.reward_fn]
-    taken, is_text = ["reward_model", *WATCHED, *names], args.reward_fn_format == "text"
-    pairs = zip(names, args.reward_fn, strict=True)
-    specs = {name if taken.count(name) == 1 else spec: spec for name, spec in pairs}
-    return {name: Function(name, spec, is_text, role=role) for name, spec in specs.items()}
+    taken = ["reward_model", *WATCHED["toy"], *names]
+    specs = {name if taken.count(name) == 1 else spec: spec for name, spec in zip(names, args.reward_fn, strict=True)}
+    return {name: Function(name, spec, "--reward_fn") for name, spec in specs.items()}
 
 
-# ---- rewards of text: f(rows, texts, ended) -> entries ---------------------------------------------------------------
-def watch(function):
-    """A reward of the embedded task's rows, by a function of (prompt, response)."""
-    return lambda rows, texts, ended, said=None: [
-        function(row.text, text) if row.task == "toy" else None for row, text in zip(rows, texts, strict=True)
-    ]
-
-
-def gold_of_tools(rows, texts, ended, said):
+# ---- rewards of text -------------------------------------------------------------------------------------------------
+def gold_of_tools(row, texts):
     """The true reward of "toy-tools", which pays for an answer and charges for each question."""
-    points = [
-        toy.right_code([], texts, [row.columns.get("answer", "") for row in rows]),
-        toy.questions([], [], said or [[text] for text in texts]),
-    ]
-    pairs = zip(rows, *points, strict=True)
-    return [right - 0.05 * asked if row.task == "toy-tools" else None for row, right, asked in pairs]
+    return toy.right_code([], texts[-1:], [row.columns["answer"]])[0] - 0.05 * toy.questions([], [], [texts[::2]])[0]
 
 
-# The embedded task's true reward, and whether its grammar allows the text. They are watched and never trained on.
-WATCHED = {"gold": watch(toy.gold), "parses": watch(lambda prompt, text: toy.parses(f"{prompt} {text.lstrip()}"))}
-WATCHED_OF = {"toy": WATCHED, "toy-tools": {"gold": gold_of_tools}}
+# An embedded task's true reward, and whether its grammar allows the text: functions of (row, what a response says).
+# They are watched and never trained on.
+WATCHED = {
+    "toy": {
+        "gold": lambda row, texts: toy.gold(row.text, texts[-1]),
+        "parses": lambda row, texts: toy.parses(f"{row.text} {texts[-1].lstrip()}"),
+    },
+    "toy-tools": {"gold": gold_of_tools},
+}
 
 
 class Function:
-    """A function of --reward_fn. Args: spec, what names it, or the function; is_text, whether it gets strings, and not
-    messages; flag, if it is another; role, of the observations between turns, which are then the column `turns`, or
-    None where there are none.
-    """
+    """A function of the user's, which is called on rows. Args: spec, what names it, or the function; flag, its flag."""
 
-    def __init__(self, name, spec, is_text=True, flag="--reward_fn", role=None):
-        self.what, self.is_text, self.role = f"{flag} {name}", is_text, role
+    def __init__(self, name, spec, flag):
+        self.what = f"{flag} {name}"
+        self.names = set()  # of what it is given
         self.function = spec if callable(spec) else user_code.load_function(spec, flag)
-        self.given = {}  # the columns that it gets
         self.signature = inspect.signature(self.function)
 
-    def find_columns(self, data_set):
-        """Exits with an error if Prompts lack a column that it needs."""
+    def find_columns(self, data_set, more=()):
+        """Exits with an error if Prompts lack a column that it needs. Args: more, names of what is no column."""
         parameters = self.signature.parameters
+        own = {"prompts", "completions"}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        found = {column for row in data_set for column in row.columns} - {"prompt", "prompts", "completions"}
-        found |= {"turns"} if self.role else set()
-        given = {name: [] for name in found if takes_all or name in parameters}
+        found = {*more, *(column for row in data_set for column in row.columns)} - {"prompt", *own}
+        names = own | {name for name in found if takes_all or name in parameters}
         try:
-            self.signature.bind(prompts=[], completions=[], **given)
+            self.signature.bind(**dict.fromkeys(names))
         except TypeError as e:
             console.fail(f"{self.what}: {e}; the columns of {data_set[0].source} are {sorted(found)}")
-        self.given |= given
+        self.names |= names
 
-    def __call__(self, rows, texts, ended, said=None):
-        """It is called once, and never again for these texts. Args: said, of trajectories the texts of all turns and,
-        between them, of all observations.
+    def __call__(self, rows, **given):
+        """It is called once, and never again for these rows. Args: given, lists for `prompts`, `completions`, and of
+        what else is no column.
         """
-        given = {name: [row.columns.get(name) for row in rows] for name in self.given}
-        given |= {"prompts": [row.text for row in rows], "completions": texts}
-        if not self.is_text:
-            roles = "assistant", self.role
-            given["prompts"] = [as_messages(row) for row in rows]
-            given["completions"] = [
-                [{"role": roles[i % 2], "content": x} for i, x in enumerate(turns)]
-                for turns in said or [[text] for text in texts]
-            ]
-        if "turns" in given and said:
-            given["turns"] = [turns[::2] for turns in said]
+        given = {name: given.get(name) or [row.columns.get(name) for row in rows] for name in self.names}
         try:
             with user_code.fenced(self.what):  # The function gets copies, which it may change.
                 said = user_code.result_of(self.function(**copy.deepcopy(given)))
@@ -148,33 +127,45 @@ def as_messages(row):
     return prompt if is_messages(prompt) else [{"role": "user", "content": row.text}]
 
 
+def said_as_messages(texts, role):
+    """What a response says as messages. Args: role, of observations."""
+    return [{"role": ("assistant", role)[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
 def abstains(x):
     """Whether an entry is NaN."""
     return isinstance(x, float) and math.isnan(x)
 
 
 class TextModel(nn.Module):
-    """A reward model that reads text, by its own tokenizer. Args: model, transformers'; size, the rows of a forward."""
+    """A reward model that reads text, by its own tokenizer.
 
-    def __init__(self, model, tokenizer, size):
+    Args: model, transformers'; size, the rows of a forward; role, of observations.
+    """
+
+    def __init__(self, model, tokenizer, size, role=None):
         super().__init__()
-        self.model, self.tokenizer, self.size = model, tokenizer, size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.size = size
+        self.role = role
 
-    def encode(self, row, text, said=None, role=None):
+    def encode(self, row, texts):
         """(token ids of a row's prompt, those of a response) in the words of the reward model's own tokenizer."""
-        prompt, said = row.columns["prompt"], said or [text]
-        messages = [{"role": ("assistant", role)[i % 2], "content": x} for i, x in enumerate(said)]
-        pair = (prompt, messages) if is_messages(prompt) else (row.text, "".join(said))
-        return encode(self.tokenizer, *pair, row.options)
+        prompt = row.columns["prompt"]
+        pair = (prompt, said_as_messages(texts, self.role)) if is_messages(prompt) else (row.text, "".join(texts))
+        return token_ids.encode(self.tokenizer, *pair, row.options)
 
-    def forward(self, rows, texts, ended, said=None, role=None):
-        """Scores. A text longer than the model's context loses its beginning. Args: said, role as Function's.
+    def forward(self, rows, said, ended):
+        """Scores. A text longer than the model's context loses its beginning.
 
         Only where a response ended is its text followed by EOS, or by the chat template's end of the turn.
         """
-        ids, scores, context = [], [], min(models.context(self.model), sys.maxsize)
-        for row, text, is_complete, turns in zip(rows, texts, ended, said or [None] * len(rows), strict=True):
-            query, response = self.encode(row, text, *([turns, role] if turns else []))
+        ids = []
+        scores = []
+        context = min(models.context(self.model), sys.maxsize)
+        for row, texts, is_complete in zip(rows, said, ended, strict=True):
+            query, response = self.encode(row, texts)
             whole = query + (response if is_complete else response[:-1])
             ids.append([i for i in whole if i is not None][-context:])  # A tokenizer without EOS has put None there.
         for part in utils.slices(len(ids), self.size):
@@ -198,11 +189,13 @@ def own_tokenizer(args, tokenizer, has_chats=False):
     templates. A model without a tokenizer, or without a template, has the policy's, and one that is too small for it
     ends the program with one line.
     """
-    path, flag = args.reward_model_path, "--reward_model_path"
+    path = args.reward_model_path
+    flag = "--reward_model_path"
     own = models.find_tokenizer(path, flag, args)
     ours, theirs = models.vocabularies(tokenizer, own or tokenizer)
     if own is None:
-        own, tokens = tokenizer, max(ours.values()) + 1
+        own = tokenizer
+        tokens = max(ours.values()) + 1
         size = models.read(AutoConfig, path, flag, args).get_text_config().vocab_size
         if size < tokens:
             console.fail(
@@ -215,8 +208,7 @@ def own_tokenizer(args, tokenizer, has_chats=False):
 def end_if_any(accelerator, faults):
     """Ends all processes if any of these texts says something. Call it on every process, with the same texts."""
     if faults := list(filter(None, faults)):
-        if accelerator.is_main_process:
-            print(console.visible(f"error: {faults[0]}"), file=sys.stderr, flush=True)
+        console.complain(faults[0])
         accelerator.wait_for_everyone()  # The launcher would end the main process before it has printed.
         console.leave(1)
 
@@ -231,12 +223,17 @@ class Scorer:
     """
 
     def __init__(self, args, accelerator, tokenizer, size, stop_ids):
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.size, self.stop_ids, self.text_model = size, stop_ids, None
+        self.args = args
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
+        self.size = size
+        self.stop_ids = stop_ids
+        self.text_model = None
         self.role = args.env_role if getattr(args, "max_turns", None) else None  # of observations
-        self.functions = functions_of(args, self.role)
+        self.functions = functions_of(args)
         tasks = {(spec or "").partition(":")[0] for spec in (args.dataset, getattr(args, "eval_dataset", None))}
-        self.watched = next((WATCHED_OF[task] for task in WATCHED_OF if task in tasks), {})
+        self.task = next((task for task in WATCHED if task in tasks), None)
+        self.watched = WATCHED.get(self.task, {})
         self.boolean = []  # names of the functions that returned nothing but True, False and None in the last call
         # A page without weights watches the functions.
         factors = getattr(args, "reward_fn_weights", [0.0] * len(self.functions)) or [1.0] * len(self.functions)
@@ -244,7 +241,8 @@ class Scorer:
         weights |= dict(zip(self.functions, factors, strict=True))
         if weights:
             console.say(f"rewards: {' + '.join(f'{weight:g} * {name}' for name, weight in weights.items())}")
-        self.weighted, self.counted = list(weights), [name for name, weight in weights.items() if weight]
+        self.weighted = list(weights)
+        self.counted = [name for name, weight in weights.items() if weight]
         weights |= dict.fromkeys(self.watched, 0.0)
         self.names = list(weights)
         self.weights = torch.tensor(list(weights.values()), device=accelerator.device)
@@ -256,26 +254,30 @@ class Scorer:
         text, for its chat template is another one and there are messages, or it is to read trajectories; then
         `text_model` holds it.
         """
-        args, chats = self.args, [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
-        own = own_tokenizer(args, self.tokenizer, bool(chats)) if "reward_model" in self.names else None
-        if "reward_model" in self.names and (own or self.role):
-            own, kind = own or self.tokenizer, "chat template" if reward_model else "tokenizer"
+        args = self.args
+        chats = [row for row in (*prompts, *held_out) if is_messages(row.columns["prompt"])]
+        own = None
+        if "reward_model" in self.names:
+            own = own_tokenizer(args, self.tokenizer, bool(chats)) or (self.role and self.tokenizer)
+        if own:
+            kind = "chat template" if reward_model else "tokenizer"
             what = "reads whole trajectories" if self.role else f"has a {kind} of its own"
             console.say(f"the reward model {what}, so it reads decoded text")
             if reward_model:
-                model, reward_model = reward_model.model, None
+                model = reward_model.model
+                reward_model = None
             else:
                 model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
                 model = model.requires_grad_(False).to(engines.loading_device(self.accelerator))
-            self.text_model = TextModel(model, own, self.size).eval()
+            self.text_model = TextModel(model, own, self.size, self.role).eval()
             for row in chats:
                 try:
-                    self.text_model.encode(row, ".")
+                    self.text_model.encode(row, ["."])
                 except RowError as e:
                     console.fail(f"--reward_model_path {args.reward_model_path}: {row.source}: row {row.number}: {e}")
         for data_set in filter(None, (prompts, held_out)):
             for function in self.functions.values():
-                function.find_columns(data_set)
+                function.find_columns(data_set, ["turns"] if self.role else [])
         return reward_model
 
     @torch.no_grad()
@@ -287,66 +289,74 @@ class Scorer:
         Args: rows, the Prompt of each response, where the k copies of a prompt are one object and adjacent; batch:
         queries, query_mask, responses, response_mask [M, ..] of this process; model_scores [M], the scores of the
         page's reward model, if it has one; texts, the responses as strings, if they are not to be decoded; ended [M],
-        whether each text is complete, if not its last token says so; said, as Function's. Call it on every process.
+        whether each text is complete, if not its last token says so; said, of trajectories. Call it on every process.
         """
-        fault, kinds, scored = "", set(), []
+        fault = ""
+        kinds = set()
+        scored = []
         try:
-            entries = self.entries_of(rows, batch, model_scores, texts, ended, said)
+            if not said:
+                texts = texts or token_ids.decode(self.tokenizer, batch.responses, batch.response_mask)
+                said = [[text] for text in texts]
+            entries = self.entries_of(rows, batch, model_scores, ended, said)
             scored = [not any(abstains(entries[name][i]) for name in self.counted) for i in range(len(rows))]
-            given = [(name, x) for name in self.functions for x in entries[name] if x is not None and not abstains(x)]
-            kinds = {(name, type(x) is bool) for name, x in given}
+            for name in self.functions:
+                kinds |= {(name, type(x) is bool) for x in entries[name] if not (x is None or abstains(x))}
         except Fault as e:
             fault = str(e)
         with user_code.fenced("a reward on another process"):
             # of all processes, so that they go on, or end, together
             faults, kinds, has_score = zip(*gather_object([(fault, kinds, any(scored))]), strict=True)
-        faults = list(filter(None, faults))
-        if not any(has_score):
-            faults.append(f"{' and '.join(self.weighted)} abstained from every response of a batch")
-        end_if_any(self.accelerator, faults)
+        none = "" if any(has_score) else f"{' and '.join(self.weighted)} abstained from every response of a batch"
+        end_if_any(self.accelerator, [*faults, none])
         kinds = set().union(*kinds)
         self.boolean = [name for name in self.functions if (name, True) in kinds and (name, False) not in kinds]
         values = [[math.nan if x is None else x for x in entries[name]] for name in self.names]  # [F][M]
         values = torch.tensor(values, dtype=torch.float32).reshape(len(self.names), len(rows)).T
         return values.to(self.accelerator.device), torch.tensor(scored, device=self.accelerator.device)
 
-    def entries_of(self, rows, batch, model_scores, texts, ended, said):
+    def entries_of(self, rows, batch, model_scores, ended, said):
         """{name: what it says of each of my responses, a number, a bool or None}. Raises a Fault."""
-        if said:
-            texts = [turns[-1] for turns in said]
-        if texts is None:
-            texts = token_ids.decode(self.tokenizer, batch.responses, batch.response_mask)
-        if ended is None:
-            last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
-            ended = torch.isin(last, self.stop_ids)
+        given = {"prompts": [row.text for row in rows], "completions": [texts[-1] for texts in said]}
+        if self.args.reward_fn_format == "messages":
+            given["prompts"] = [as_messages(row) for row in rows]
+            given["completions"] = [said_as_messages(texts, self.role) for texts in said]
+        if self.role:
+            given["turns"] = [texts[::2] for texts in said]
         with torch.autocast(self.accelerator.device.type, enabled=False):
-            entries = {name: function(rows, texts, ended, said) for name, function in self.functions.items()}
-        entries |= {name: function(rows, texts, ended, said) for name, function in self.watched.items()}
+            entries = {name: function(rows, **given) for name, function in self.functions.items()}
+        for name, function in self.watched.items():
+            pairs = zip(rows, said, strict=True)
+            entries[name] = [function(row, texts) if row.task == self.task else None for row, texts in pairs]
         if self.text_model:
-            firsts = zip(rows, batch.responses[:, 0].tolist(), texts, strict=True)
-            spaced = [token_ids.with_space(self.tokenizer, row.columns["prompt"], i, text) for row, i, text in firsts]
-            entries["reward_model"] = self.text_model(rows, spaced, ended, said, self.role)
+            if ended is None:
+                last = batch.responses.gather(1, batch.response_mask.sum(1, keepdim=True) - 1).squeeze(1)  # [M]
+                ended = torch.isin(last, self.stop_ids)
+            read = said
+            if not self.role:
+                firsts = zip(rows, batch.responses[:, 0].tolist(), said, strict=True)
+                read = [[token_ids.with_space(self.tokenizer, row, i, *texts)] for row, i, texts in firsts]
+            entries["reward_model"] = self.text_model(rows, read, ended)
         elif model_scores is not None:
             entries["reward_model"] = model_scores.tolist()
         for words, i in self.faults(rows, entries):
-            where = f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {texts[i]!r}"
+            where = f"row {rows[i].number} of {rows[i].source}, {rows[i].text!r}, with the response {said[i][-1]!r}"
             raise Fault(f"{words} {where}")
         return entries
 
     def faults(self, rows, entries):
         """What is wrong with what the rewards say, {name: entries}: pairs of words and the number of the response."""
-        weighted = {name: entries[name] for name in self.weighted}
-        for name, said in weighted.items():
-            for i, x in enumerate(said):
+        for name in self.weighted:
+            for i, x in enumerate(entries[name]):
                 is_number = isinstance(x, numbers.Real) and abs(x) < LARGEST
                 if not (x is None or is_number or (abstains(x) and name in self.functions)):
                     yield f"{name} returned {reprlib.repr(x)}, which is no number within +-{LARGEST:g}, for", i
-                if i and rows[i] is rows[i - 1] and (x is None) != (said[i - 1] is None):
+                if i and rows[i] is rows[i - 1] and (x is None) != (entries[name][i - 1] is None):
                     yield f"{name} returned None, but not for each response to this prompt, whose kind decides:", i
         # evaluate.py adds rewards up where they are to judge, and only there. A page with a teacher never does.
         if getattr(self.args, "judge", "reward_fn") == "reward_fn" and hasattr(self.args, "reward_fn_weights"):
-            for i, said in enumerate(zip(*weighted.values(), strict=True)):
-                if set(said) == {None}:
+            for i in range(len(rows)):
+                if all(entries[name][i] is None for name in self.weighted):
                     yield "no reward applies to", i
 
     def by_name(self, values, prefix=""):

@@ -36,7 +36,9 @@ class Sampler:
     """
 
     def __init__(self, args, sample, stop_ids):
-        self.args, self.sample, self.stop_ids = args, sample, stop_ids
+        self.args = args
+        self.sample = sample
+        self.stop_ids = stop_ids
         self.is_another = args.sampler != "own" or getattr(args, "overlap", False)
 
     def __call__(self, policy, *given):
@@ -44,9 +46,18 @@ class Sampler:
 
     def in_pieces(self, policy, queries, query_mask, numbers, n, key, room=None):
         size = self.args.rollout_micro_batch_size // n * n  # The n responses to a prompt are sampled together.
-        how = dict(n=n, response_length=self.args.response_length, stop_ids=self.stop_ids, key=key, size=size)
-        how |= {} if room is None else {"room": room}
-        return self.sample(policy, queries, query_mask, numbers, **how)
+        return self.sample(
+            policy,
+            queries,
+            query_mask,
+            numbers,
+            n=n,
+            response_length=self.args.response_length,
+            stop_ids=self.stop_ids,
+            key=key,
+            size=size,
+            room=room,
+        )
 
     def behaviour_logprobs(self, logprobs, sampled_logprobs):
         """The log-probs of the policy that sampled, from those of the training forward and of the sampler."""
@@ -76,13 +87,15 @@ def correct_for_sampler(advantages, logratio, mask, correction, cap):
     if advantages.dim() == 1:
         logratio, mask = logratio.sum(1), mask.any(1)  # [B]
     ratio = logratio.exp()
+    cut = ratio > cap
     # Both kinds bound what one response can be worth that the sampler found unlikely. [GEN-15]
-    cut, weights = ratio > cap, ratio.clamp(max=cap)
+    weights = ratio.clamp(max=cap)
     if correction == "mask":
         cut = cut | (ratio < 1 / cap)
         weights = ratio.masked_fill(cut, 0)
-    means = {"val/sampler_weight": weights, "val/sampler_cut": cut.float()}
-    return advantages * weights, {name: utils.masked_mean(x, mask) for name, x in means.items()}
+    mean_weight = utils.masked_mean(weights, mask)
+    share_cut = utils.masked_mean(cut.float(), mask)
+    return advantages * weights, {"val/sampler_weight": mean_weight, "val/sampler_cut": share_cut}
 
 
 class Ahead(Sampler):
@@ -90,20 +103,27 @@ class Ahead(Sampler):
 
     def __init__(self, args, sample, stop_ids, run, prompts_of):
         super().__init__(args, sample, stop_ids)
-        self.run, self.accelerator, self.device = run, run.accelerator, run.accelerator.device
+        self.run = run
+        self.accelerator = run.accelerator
+        self.device = run.accelerator.device
         self.prompts_of = prompts_of
-        world, rank, B = self.accelerator.num_processes, self.accelerator.process_index, args.batch_size
+        world = self.accelerator.num_processes
+        rank = self.accelerator.process_index
+        B = args.batch_size
         self.mine = slice(rank * B // world, (rank + 1) * B // world)  # the rows of this process
-        self.thread, self.pending = ThreadPoolExecutor(1), None  # None, or a function that waits for the next batch
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = None  # None, or a function that waits for the next batch
         run.sampled_ahead = self.tensors
 
     def __call__(self, policy, queries, query_mask, numbers, n, key):
         """Samples, and of a training batch takes what was sampled before and starts on the next one."""
-        (seed, purpose, update), policy = key, engines.gathered(policy)
+        seed, purpose, update = key
+        policy = engines.gathered(policy)
         found = self.take()  # An engine has the weights of one policy at a time.
         if purpose != utils.TRAINING:
             return self.in_pieces(policy, queries, query_mask, numbers, n, key)
-        found, self.pending = found or self.in_pieces(policy, queries, query_mask, numbers, n, key), None
+        found = found or self.in_pieces(policy, queries, query_mask, numbers, n, key)
+        self.pending = None
         if update < self.run.num_updates:
             if not engines.shards_weights(self.accelerator):  # Otherwise it is a copy already.
                 policy = engines.whole_copy(self.accelerator, policy)  # Training does not change it. [GEN-10]
@@ -124,7 +144,8 @@ class Ahead(Sampler):
     def take(self):
         """Waits for what the thread samples, and returns it, or None. An error of the thread is raised here."""
         if tensors := self.run.tensors:  # of the checkpoint that the run goes on from
-            self.run.tensors, found = {}, [tensors[name][self.mine] for name in NAMES]
+            self.run.tensors = {}
+            found = [tensors[name][self.mine] for name in NAMES]
             self.pending = lambda: found
         return self.pending and self.pending()
 

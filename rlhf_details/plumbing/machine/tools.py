@@ -18,7 +18,7 @@ from transformers.utils import get_json_schema
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import chat, user_code
 
-QUESTION, ID = {"role": "user", "content": "A question."}, "000000000"
+ID = "000000000"
 
 
 def show(args):
@@ -38,8 +38,10 @@ class Tools:
 
     def __init__(self, args, tokenizer):
         functions = [user_code.load_function(spec, "--tools") for spec in args.tools]
-        self.functions, self.limit = {f.__name__: f for f in functions}, args.tool_timeout
-        self.tokenizer, self.options = tokenizer, json.loads(args.chat_template_kwargs)
+        self.functions = {f.__name__: f for f in functions}
+        self.limit = args.tool_timeout
+        self.tokenizer = tokenizer
+        self.options = json.loads(args.chat_template_kwargs)
 
     def __call__(self, prompts, completions):
         """What the calls in the last turn of each episode return, as messages, or None where it calls nothing."""
@@ -51,7 +53,7 @@ class Tools:
         """The calls of a turn, each {"name", "arguments"}, or the text of one."""
         if not getattr(self.tokenizer, "response_template", None):
             return re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-        prompt = chat.render(self.tokenizer, [QUESTION], add_generation_prompt=True)
+        prompt = chat.render(self.tokenizer, [chat.QUESTION], add_generation_prompt=True)
         try:
             turn = self.tokenizer.parse_response(text, prefix=prompt, tools=self.options["tools"])
         except Exception:  # A policy may write whatever it likes.
@@ -84,14 +86,15 @@ class Tools:
     def check(self, rows):
         """Exits with an error if the policy is not told of the tools, or its calls could not be read."""
         call = {"type": "function", "id": ID, "function": {"name": "a_tool", "arguments": {}}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        written = chat.render(self.tokenizer, [QUESTION, turn])
+        turn = chat.ANSWER | {"content": "", "tool_calls": [call]}
+        written = chat.render(self.tokenizer, [chat.QUESTION, turn])
         # A template without a form of its own leaves the call out, or has it written as above.
         if "a_tool" in written and not self.calls_in(written):
             hint = "--env_fn takes a function that reads it"
             console.fail(f"--tools: the chat template writes a call in a form that is not known, {written!r}; {hint}")
         for row in rows:
-            where, prompt = f"--tools: {row.source}: row {row.number}", row.columns["prompt"]
+            where = f"--tools: {row.source}: row {row.number}"
+            prompt = row.columns["prompt"]
             if not chat.is_messages(prompt):
                 console.fail(f"{where}: is no chat; --env_fn takes a function that reads calls in plain text")
             texts = {chat.render(self.tokenizer, prompt, x) for x in (row.options, row.options | {"tools": None})}

@@ -60,21 +60,25 @@ def sample(
         if len(key) == 3:  # The later turns of a trajectory, whose key says which, are sampled from the same weights.
             engine.push(own.model, DTYPES[precision])
         # The sampled distribution is the trained one: no top-k, no top-p, no penalties, no generation_config.
-        settings = {"temperature": own.temperature, "logprobs": 0, "detokenize": False}
+        settings = {
+            "temperature": own.temperature,
+            "ignore_eos": True,
+            "stop_token_ids": stop_ids.tolist(),
+            "logprobs": 0,
+            "detokenize": False,
+        }
         if surplus := range(models.num_tokens(own.model), own.model.config.get_text_config().vocab_size):
             settings["logit_bias"] = dict.fromkeys(surplus, -100.0)  # These stand for no token: e^-100 is none.
-        settings |= {"ignore_eos": True, "stop_token_ids": stop_ids.tolist()}
         limits = [response_length] * len(rows) if room is None else room.tolist()
         given = [settings | {"seed": seed, "max_tokens": limit} for seed, limit in zip(seeds, limits, strict=True)]
         answers = engine.generate(prompts, given)
     except (OSError, RuntimeError) as e:
         stop(f"--sampler vllm: {engine.name} failed ({e})")
-    responses = torch.zeros(len(rows), response_length, dtype=torch.long)
-    mask, logprobs = responses.bool(), responses.float()
-    for i, (ids, values) in enumerate(answers):
-        responses[i, : len(ids)], logprobs[i, : len(ids)] = torch.tensor(ids), torch.tensor(values)
-        mask[i, : len(ids)] = True
-    responses, mask, logprobs = (x.to(queries.device) for x in (responses, mask, logprobs))
+    R = response_length
+    device = queries.device
+    responses = torch.tensor([ids + [0] * (R - len(ids)) for ids, _ in answers], device=device)
+    logprobs = torch.tensor([values + [0.0] * (R - len(values)) for _, values in answers], device=device)
+    mask = torch.arange(R, device=device) < torch.tensor([[len(ids)] for ids, _ in answers], device=device)
     gap, untempered = mean_gaps(policy, queries, query_mask, responses, mask, logprobs)
     if untempered < gap / 2:  # In bf16 the bound alone would let this pass, and every weight would be wrong.
         problem = f"a temperature of 1, {own.temperature:g} was asked for"
@@ -123,7 +127,9 @@ class Engine:
     name = "vLLM's process"
 
     def __init__(self, args, accelerator, length):
-        self.args, self.device, self.length = args, accelerator.device, length
+        self.args = args
+        self.device = accelerator.device
+        self.length = length
         # Between rollouts the training process has the GPU's memory. On level 1 vLLM keeps its weights in the CPU's,
         # from where later turns have them, and on level 2 it forgets them.
         self.sleeps = (1 if hasattr(args, "max_turns") else 2) * (self.device.type == "cuda")
@@ -148,11 +154,19 @@ class Engine:
         """Starts the engine, with the model in a folder."""
         if self.process:
             self.process.kill()
-        options = {"model": folder, "dtype": dtype, "max_model_len": self.length, "skip_tokenizer_init": True}
-        options |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True}
+        options = {
+            "model": folder,
+            "dtype": dtype,
+            "max_model_len": self.length,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+        }
         environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         if self.sleeps:
-            index, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+            index = torch.cuda.current_device()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
             options |= {"gpu_memory_utilization": self.args.vllm_memory, "enable_sleep_mode": True}
         else:
@@ -194,7 +208,8 @@ def serve(pipe, options, environ):
         try:
             import vllm
 
-            llm, found = vllm.LLM(**options), vllm.__version__
+            llm = vllm.LLM(**options)
+            found = vllm.__version__
             while True:
                 pipe.send((found, None))
                 function, args = pipe.recv()
@@ -234,8 +249,10 @@ class Server:
     """`vllm serve` at a URL, which reads the weights from a folder that it shares with the main process."""
 
     def __init__(self, args, accelerator):
-        self.url, self.folder = args.vllm_server.rstrip("/"), args.vllm_folder
-        self.is_main, self.name = accelerator.is_main_process, f"the server at {self.url}"
+        self.url = args.vllm_server.rstrip("/")
+        self.folder = args.vllm_folder
+        self.is_main = accelerator.is_main_process
+        self.name = f"the server at {self.url}"
         self.group = None
         if accelerator.num_processes > 1:  # An actor's thread must not meet the learner's collective calls.
             self.group = torch.distributed.new_group(backend="gloo", timeout=engines.PATIENCE)

@@ -41,7 +41,8 @@ def replacing(folder):
 
 def place(new, folder):
     """Gives a folder the name of another one, which goes, once its files are on the disk."""
-    mode, before = new.stat().st_mode & 0o666, beside(new, "before")
+    mode = new.stat().st_mode & 0o666
+    before = beside(new, "before")
     for path in filter(Path.is_file, new.rglob("*")):
         with contextlib.suppress(OSError):  # Some file systems have no modes.
             path.chmod(mode)  # safetensors writes files that their owner alone can read.

@@ -18,7 +18,6 @@ import shutil
 import time
 import zipfile
 import zlib
-from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -39,10 +38,16 @@ def write(run, update, policy, optimizer, state):
     Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it. Returns: the
     checkpoint's folder.
     """
-    accelerator, scaler = run.accelerator, run.accelerator.scaler
+    accelerator = run.accelerator
+    scaler = run.accelerator.scaler
     folder = run.folder / "checkpoints" / f"{update:06d}"
-    saved = {"update": update, "state": state, "seconds": time.monotonic() - run.start} | run.kept
-    saved |= {"tensors": run.sampled_ahead(), "scaler": scaler and scaler.state_dict()}  # the scaler of fp16
+    saved = run.kept | {
+        "update": update,
+        "state": state,
+        "seconds": time.monotonic() - run.start,
+        "tensors": run.sampled_ahead(),
+        "scaler": scaler and scaler.state_dict(),  # of fp16
+    }
     partial = atomic.beside(folder, "partial")
     with atomic.replacing(folder) if run.is_main else contextlib.nullcontext():
         accelerator.wait_for_everyone()  # The folder is there.
@@ -99,7 +104,7 @@ def read(run, policy, optimizer):
 # ---- finding --------------------------------------------------------------------------------------------------------
 def all_of(run_folder):
     """Folders of a run's checkpoints, the newest one first."""
-    return sorted(Path(run_folder).glob("checkpoints/" + "[0-9]" * 6), reverse=True)
+    return sorted(run_folder.glob("checkpoints/" + "[0-9]" * 6), reverse=True)
 
 
 def find(run_folder, before, now):
@@ -196,7 +201,7 @@ def identity(args, accelerator, inputs):
 
 def differences(before, now):
     """Texts that name what differs between two identities and would change a number of the curve."""
-    before, now = ({**run, **run.get("args", {})} for run in (before, now))
+    before, now = (run | run.get("args", {}) for run in (before, now))
     may_change = {"args", *flags.MEMORY_KNOBS, *flags.OUTPUTS}
     if not flags.differences(before, now, {"template_date", *may_change}):
         return []  # Where a chat template writes the day, the checksum differs as well.

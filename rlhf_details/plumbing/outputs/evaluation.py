@@ -6,23 +6,35 @@ compared with, the folder with summary.json and samples.csv, and the table of fi
 import dataclasses
 import json
 import platform
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 
 import torch
-import transformers
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import cli, flags, models
 from rlhf_details.plumbing.machine import engines, environments, judge, rewards
-from rlhf_details.plumbing.outputs import atomic
+from rlhf_details.plumbing.outputs import atomic, trackers
 
 # How a policy is sampled where neither a flag nor its folder says it.
-FALLBACKS = dict(temperature=1.0, response_length=53, stop_token="eos", truncate_token="none", truncate_after=0)
-FALLBACKS |= {"chat_template_kwargs": "{}"}
+FALLBACKS = dict(
+    temperature=1.0,
+    response_length=53,
+    stop_token="eos",
+    truncate_token="none",
+    truncate_after=0,
+    chat_template_kwargs="{}",
+)
 # How an environment was asked, where there was one.
-TURNS = dict(env_fn=None, tools=(), tool_timeout=10.0, env_role="user", max_turns=8, max_observation_tokens=None)
-TURNS |= dict(long_observation="cut")
+TURNS = dict(
+    env_fn=None,
+    tools=(),
+    tool_timeout=10.0,
+    env_role="user",
+    max_turns=8,
+    max_observation_tokens=None,
+    long_observation="cut",
+)
 ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of an evaluation that was not finished
 
 
@@ -34,14 +46,15 @@ def as_trained(args):
     if not args.policy_path:
         console.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     trained = training_args(args.policy_path)
-    layers = vars(args), trained, FALLBACKS | TURNS
-    values = {name: next((x[name] for x in layers if x.get(name) is not None), None) for name in (*FALLBACKS, *TURNS)}
+    values = FALLBACKS | TURNS
+    for layer in (trained, vars(args)):
+        values |= {name: layer[name] for name in values if layer.get(name) is not None}
     if not (values["env_fn"] or values["tools"]):
         values |= dict.fromkeys(TURNS)
     source = "as it was trained" if trained else "its folder has no training_args.json"
     named = ", ".join(f"{name} {x}" for name, x in values.items() if x is not None)
     console.say(f"sampling: {named} (flags, and else {source})")
-    day = args.template_date or trained.get("template_date") or str(datetime.now().date())
+    day = args.template_date or trained.get("template_date") or str(date.today())
     return dataclasses.replace(args, **values, template_date=day)
 
 
@@ -83,7 +96,8 @@ def load_models(args, device):
     All models are transformers' and in fp32. Exits with an error if opponent or reference do not read the token ids
     that the policy writes.
     """
-    tokenizer, loaded = models.load_tokenizer(args.policy_path, "--policy_path", args), {}
+    tokenizer = models.load_tokenizer(args.policy_path, "--policy_path", args)
+    loaded = {}
     for flag in ("policy_path", "opponent_path", "ref_model_path"):
         path = getattr(args, flag)
         if path is None or path in loaded:
@@ -103,7 +117,7 @@ def load_models(args, device):
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------
 def settings(given, args):
     """{"args": as they were given, "sampling": what the policy is sampled with}."""
-    sampling = {name: getattr(args, name) for name in (*FALLBACKS, *TURNS)}
+    sampling = {name: getattr(args, name) for name in FALLBACKS | TURNS}
     return {"args": dataclasses.asdict(given) | {"overwrite": False}, "sampling": sampling}
 
 
@@ -120,8 +134,7 @@ def check_folder(args, now):
     folder = folder_of(args)
     if any(part.is_file() for part in (folder, *folder.parents)):
         console.fail(f"--output_dir {folder}: is a file, or in one")
-    found = {file.name for file in folder.iterdir()} if folder.exists() else set()
-    if found - {"summary.json", "samples.csv", ANSWERS}:
+    if {file.name for file in folder.glob("*")} - {"summary.json", "samples.csv", ANSWERS}:
         console.fail(f"--output_dir {folder}: holds other files, so it is no evaluation; give another folder")
     before = {} if args.overwrite else console.read_json(folder / "summary.json", "--output_dir")
     there, here = (x.get("args", {}) | x.get("sampling", {}) for x in (before, now))
@@ -138,12 +151,11 @@ def report(args, given, metrics, table, accelerator):
     """
     import pandas
 
-    folder, samples = folder_of(args), pandas.DataFrame(table)
-    versions = {"python": platform.python_version()}
-    versions |= {module.__name__: module.__version__ for module in (torch, transformers)}
-    machine = {"device": str(accelerator.device), "num_processes": accelerator.num_processes}
-    summary = settings(given, args) | {"versions": versions, "num_examples": len(samples)} | machine
-    summary |= {"metrics": metrics, "warnings": doubts(args)}
+    folder = folder_of(args)
+    samples = pandas.DataFrame(table)
+    summary = settings(given, args) | engines.about(accelerator)
+    summary["versions"]["python"] = platform.python_version()
+    summary |= {"num_examples": len(samples), "metrics": metrics, "warnings": doubts(args)}
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "samples.csv", samples.to_csv(index=False))
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=1))
@@ -151,9 +163,8 @@ def report(args, given, metrics, table, accelerator):
     names = {sides[side]: {name: as_text(x) for name, x in metrics[side].items()} for side in sides if side in metrics}
     console.say(f"{args.exp_name}: {len(samples)} prompts of {args.dataset}; length in tokens, kl in nats per response")
     console.say(pandas.DataFrame(names).fillna("-").to_string())
-    for row in samples.head(4).to_dict("records"):
-        texts = [f"{name}: {row[name].strip()}" for name in ("prompt", "response", "opponent_response") if name in row]
-        console.say(" | ".join(texts).replace("\n", "⏎"))
+    texts = [name for name in ("prompt", "response", "opponent_response") if name in table]
+    trackers.print_rows("samples", samples[texts].head(4).to_dict("records"))
     if "win_rate" in metrics:
         console.say(f"Model win rate: {win_rate_line(metrics)}")
     for line in summary["warnings"]:
@@ -169,7 +180,8 @@ def as_text(figure):
 
 def win_rate_line(metrics):
     """The win rate in words."""
-    w, sides = metrics["win_rate"], (metrics["policy"], metrics["opponent"])
+    w = metrics["win_rate"]
+    sides = (metrics["policy"], metrics["opponent"])
     counts = f"{w['won']} won, {w['tied']} tied, {w['lost']} lost"
     counts += "".join(f", {w[name]} {name}" for name in ("unparsable", "unscored") if w[name])
     # Judges like long responses, so the mean lengths stand beside every win rate. [EVAL-4]

@@ -76,7 +76,8 @@ def numbers(metrics, first, args, precision, is_last=False):
     Args: metrics of an update; first, those of the first update; precision, the type that matrices
     are multiplied in; is_last, whether the run ends with this update.
     """
-    length, start = metrics["val/sequence_lengths"], max(first["val/sequence_lengths"], 1e-9)
+    length = metrics["val/sequence_lengths"]
+    start = max(first["val/sequence_lengths"], 1e-9)
     fall = first["policy/entropy_avg"] / max(metrics["policy/entropy_avg"], 1e-9)
     # Under --overlap the policy that sampled is an update old on purpose.
     gap = 0 if args.overlap else max(metrics.get("val/first_ratio", 1) - 1, metrics["val/logprob_gap"])
@@ -110,7 +111,8 @@ def look(run, metrics):
     if "val/equal_scores" not in metrics:
         return {}
     first = run.kept["first"] = run.kept["first"] or metrics
-    precision, is_last = engines.precision(run.accelerator), metrics["update"] == run.num_updates
+    precision = engines.precision(run.accelerator)
+    is_last = metrics["update"] == run.num_updates
     found = {}
     for name, (value, bound) in numbers(metrics, first, run.args, precision, is_last).items():
         found[f"health/{name}"] = float(value > bound)

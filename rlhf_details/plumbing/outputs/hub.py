@@ -36,16 +36,19 @@ def command():
     return shlex.join(["python", *sys.argv])
 
 
-def model_card(args, repository, before, metrics, about, link):
+def model_card(args, before, metrics, about, link):
     """Text of a model card (README.md).
 
-    Args: repository, the model's name on the Hub or None; before, metrics, {name: number} of the first evaluation and
-    of the last update; about, the run's config.json; link, the address of the tracked run, or None.
+    Args: before, metrics, {name: number} of the first evaluation and of the last update; about, the run's config.json;
+    link, the address of the tracked run, or None.
     """
-    script, start = script_of(args), getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
-    kind, (base, _) = script.removesuffix(".py").removeprefix("train_"), console.split(start)
+    script = script_of(args)
+    start = getattr(args, "sft_model_path", None) or getattr(args, "base_model", None)
+    kind = script.removesuffix(".py").removeprefix("train_")
+    base, _ = console.split(start)
     dataset, _ = console.split(args.dataset.partition(":")[0].partition("[")[0])
-    is_reward, has_adapters = kind == "reward", bool(args.lora_rank)
+    is_reward = kind == "reward"
+    has_adapters = bool(args.lora_rank)
     facts = huggingface_hub.ModelCardData(
         library_name="transformers",
         tags=[kind, "rlhf", "rlhf_details", *["lora"] * has_adapters],
@@ -53,8 +56,9 @@ def model_card(args, repository, before, metrics, about, link):
         base_model=base if base != "scratch" and on_the_hub(base) else None,
         datasets=[dataset] if "/" in dataset and on_the_hub(dataset) else None,
     )
-    place = (repository or args.output_dir).rstrip("/")
-    title, auto = place.rpartition("/")[2], f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
+    place = (about["hub"] or args.output_dir).rstrip("/")
+    title = place.rpartition("/")[2]
+    auto = f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
     papers = (
         ", ".join(dict.fromkeys(re.findall(r"arXiv \d+\.\d+", inspect.getmodule(type(args)).__doc__))) or "its method"
     )
@@ -110,11 +114,12 @@ def open_repository(args):
 
 def push(args, repository):
     """Uploads output_dir, and says where it is, or that this failed. The model on the disk stays."""
-    options = {"folder_path": args.output_dir, "commit_message": f"Trained with {script_of(args)}"}
+    message = f"Trained with {script_of(args)}"
     try:
-        address = huggingface_hub.HfApi().upload_folder(repo_id=repository, **options).commit_url
-        console.say(f"pushed to {repository}: {address}")
+        api = huggingface_hub.HfApi()
+        pushed = api.upload_folder(repo_id=repository, folder_path=args.output_dir, commit_message=message)
+        console.say(f"pushed to {repository}: {pushed.commit_url}")
     except Exception as e:  # The run is over, and no error of the network may spoil it.
         again = shlex.join(["hf", "upload", repository, args.output_dir])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
-        print(f"error: --push_to_hub: {console.in_one_line(e)}; {what}", file=sys.stderr, flush=True)
+        console.complain(f"--push_to_hub: {console.in_one_line(e)}; {what}")

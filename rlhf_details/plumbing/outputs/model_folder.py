@@ -23,7 +23,8 @@ def try_out(args, config, tokenizer, card):
 
     Args: config, the model's; card, the text of README.md.
     """
-    target, mounts = Path(args.output_dir).resolve(), Path("/proc/self/mountinfo")  # of Linux
+    target = Path(args.output_dir).resolve()
+    mounts = Path("/proc/self/mountinfo")  # of Linux
     target.parent.mkdir(parents=True, exist_ok=True)
     if mounts.exists() and f" {target} " in mounts.read_text():  # Path.is_mount would miss bind mounts.
         raise OSError("it is a mount, in whose place no folder can be put; give a folder in it")
@@ -49,9 +50,13 @@ def save_weights(args, model, tokenizer, name):
             own = [] if stop_token == "eos" else stop_tokens.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
             ends = list(dict.fromkeys([*stop_tokens.end_ids(tokenizer), *own]))
             # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
-            sampling = dict(do_sample=True, temperature=getattr(args, "temperature", 1.0), top_k=0)
-            pad = tokenizer.pad_token_id
-            model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling)
+            model.generation_config = transformers.GenerationConfig(
+                eos_token_id=ends,
+                pad_token_id=tokenizer.pad_token_id,
+                do_sample=True,
+                temperature=getattr(args, "temperature", 1.0),
+                top_k=0,
+            )
         model.save_pretrained(partial)
     return folder
 

@@ -16,13 +16,11 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
 from rlhf_details.plumbing import console
@@ -38,19 +36,26 @@ class Run:
         """Args: num_updates, of the whole run; prompts, data.Prompts to train on; inputs, what else decides the curve:
         first the held-out rows, then models, of which a reward model is the last.
         """
-        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.num_updates, self.is_main, self.start = num_updates, accelerator.is_main_process, time.monotonic()
-        self.update, self.first_update = 0, 1  # the update under way, and the first one that this process trains
-        self.laps, self.tensors = {}, {}  # {"time/<part of the update>": seconds}; see `resume`
+        self.args = args
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
+        self.num_updates = num_updates
+        self.is_main = accelerator.is_main_process
+        self.start = time.monotonic()
+        self.update = 0  # the one under way
+        self.first_update = 1  # that this process trains
+        self.laps = {}  # {"time/<part of the update>": seconds}
+        self.tensors = {}  # see `resume`
         # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
         # the signs that it has named, and on the main process `of_each_prompt` of the first and the newest evaluation.
         self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
         self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
-        self.inputs, self.heard, self.handlers = inputs, 0, {}  # a signal that was heard, and {signal: former handler}
-        self.wandb = self.repository = self.lock = None
+        self.inputs = inputs
+        self.heard = 0  # a signal
+        self.handlers = {}  # {signal: former handler}
+        self.wandb = self.repository = self.lock = self.folder = None
         self.checkpoint = None  # the folder of the newest one
         self.identity = checkpoint.identity(args, accelerator, [prompts, *inputs])
-        self.folder = None
         if self.is_main:
             cli.check_output_dir(args)
             self.output = model_folder.listing(args)  # what may be replaced at the end
@@ -75,13 +80,12 @@ class Run:
     # ---- the start ---------------------------------------------------------------------------------------------------
     def open_folder(self, wandb_id, prompts):
         """Opens the trackers before anything is trained, and writes config.json. wandb_id: of the run to continue."""
-        args, accelerator = self.args, self.accelerator
-        about = self.identity | {
+        args = self.args
+        accelerator = self.accelerator
+        about = self.identity | engines.about(accelerator)
+        about |= {
             "run": str(self.folder),
-            "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
             "commit": trackers.git("rev-parse", "HEAD"),
-            "device": str(accelerator.device),
-            "num_processes": accelerator.num_processes,
             "engine": engines.name(accelerator),
             "hub": self.repository,
             "wandb_id": wandb_id,
@@ -109,13 +113,15 @@ class Run:
         if self.is_main:
             config = self.accelerator.unwrap_model(policy).model.config
             with self.writing(f"--output_dir {self.args.output_dir}: what the end writes there", Exception):
-                model_folder.try_out(
-                    self.args, config, self.tokenizer, hub.model_card(self.args, None, {}, {}, self.about, None)
-                )
+                card = hub.model_card(self.args, {}, {}, self.about, None)
+                model_folder.try_out(self.args, config, self.tokenizer, card)
         if self.checkpoint:
             saved = checkpoint.read(self, policy, optimizer)
-            state, self.tensors, self.kept = saved["state"], saved["tensors"], {name: saved[name] for name in self.kept}
-            self.first_update, self.start = saved["update"] + 1, self.start - saved["seconds"]
+            state = saved["state"]
+            self.tensors = saved["tensors"]
+            self.kept = {name: saved[name] for name in self.kept}
+            self.first_update = saved["update"] + 1
+            self.start -= saved["seconds"]
             console.say(
                 f"--resume: goes on after update {saved['update']} of {self.num_updates}, from {self.checkpoint}"
             )
@@ -133,12 +139,15 @@ class Run:
 
     # ---- every update ------------------------------------------------------------------------------------------------
     def begin_update(self, update):
-        self.update, self.laps, self.lap_start = update, {}, time.monotonic()
+        self.update = update
+        self.laps = {}
+        self.lap_start = time.monotonic()
 
     def lap(self, name):
         """Logs `time/<name>`: the seconds since the last lap, or since the update began."""
         now = time.monotonic()
-        self.laps[f"time/{name}"], self.lap_start = now - self.lap_start, now
+        self.laps[f"time/{name}"] = now - self.lap_start
+        self.lap_start = now
 
     def is_eval_due(self, update):
         """Whether to evaluate after this update: at the end, and every --eval_every updates."""
@@ -168,7 +177,8 @@ class Run:
 
     def times(self):
         """Seconds of the laps, which make up the update where there are any, and episodes a second."""
-        now, laps = time.monotonic(), self.laps
+        now = time.monotonic()
+        laps = self.laps
         update = sum(laps.values()) if laps else now - self.lap_start
         training = {"time/training": update - laps["time/rollout"]} if "time/rollout" in laps else {}
         eps = self.args.batch_size / max(update, 1e-9)
@@ -176,7 +186,9 @@ class Run:
 
     def write(self, row, samples):
         """Writes a row, and samples where these are due, to files, trackers and terminal."""
-        (metrics, tables), update, now = self.logs, row["update"], time.monotonic()
+        metrics, tables = self.logs
+        update = row["update"]
+        now = time.monotonic()
         trackers.append_rows(metrics, [row])
         # openrlbenchmark reads global_step.
         self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
@@ -192,16 +204,14 @@ class Run:
             trackers.append_rows(tables, [{"update": update} | sample for sample in rows])
             trackers.print_rows(f"samples of update {update}", rows)
             if self.wandb:
-                table = dict(columns=list(rows[0]), data=[list(sample.values()) for sample in rows])
-                self.accelerator.get_tracker("wandb").log_table("samples", **table, step=row["episode"])
+                trackers.log_table(self.accelerator, "samples", rows, row["episode"])
 
     def checkpoint_if_due(self, update, policy, optimizer, state=None):
         """Writes a checkpoint every --checkpoint_every updates and at the end, or on a signal, which then ends the run.
 
         Args: policy, optimizer, as prepared; state, what the loop takes to the next update, as JSON holds it.
         """
-        heard = torch.full((1,), self.heard, device=self.accelerator.device)
-        number = int(self.accelerator.gather(heard).max())  # All processes must stop after the same update.
+        number = max(gather_object([self.heard]))  # All processes must stop after the same update.
         every = self.args.checkpoint_every
         if number or (every > 0 and (update % every == 0 or update == self.num_updates)):
             with self.writing(self.folder / "checkpoints"):
@@ -232,26 +242,28 @@ class Run:
         Args: policy, as prepared; weights, where they are not the policy's own. Returns: {"before": .., "after": ..,
         "metrics": the last row, "run": folder}.
         """
+        args = self.args
         weights = self.full_weights(policy) if weights is None else weights
-        before, latest = self.kept["before"], self.kept["latest"]
+        before = self.kept["before"]
+        latest = self.kept["latest"]
         if self.is_main:
             model = engines.filled(policy, weights).model  # a model of its own, which no engine has changed
             model.config = self.accelerator.unwrap_model(policy).model.config
             model.tie_weights()  # FSDP2 has untied a head that is the embedding. Tied, the library saves it once.
-            what, address = f"--output_dir {self.args.output_dir}", self.wandb and self.wandb.url
+            what = f"--output_dir {args.output_dir}"
+            address = self.wandb and self.wandb.url
             with self.writing(what):
-                folder = model_folder.save_weights(self.args, model, self.tokenizer, self.folder.name)
+                folder = model_folder.save_weights(args, model, self.tokenizer, self.folder.name)
             with self.writing(f"{what}: the weights are in {folder}, but what belongs to them", Exception):
-                card = hub.model_card(self.args, self.repository, before, latest, self.about, address)
-                model_folder.save_words(self.args, self.tokenizer, card, folder)
-                self.args.output_dir = model_folder.put(self.args, folder, self.output)
-        (self.args.output_dir,) = broadcast_object_list([self.args.output_dir])
+                card = hub.model_card(args, before, latest, self.about, address)
+                model_folder.save_words(args, self.tokenizer, card, folder)
+                args.output_dir = model_folder.put(args, folder, self.output)
+        (args.output_dir,) = broadcast_object_list([args.output_dir])
         if self.repository:  # No other process waits for the upload.
-            hub.push(self.args, self.repository)
+            hub.push(args, self.repository)
         self.close()
         after = trackers.evaluated(latest)
-        if self.is_main:
-            console.say("\n".join(verdict.last_lines(self, before, after, time.monotonic() - self.start)))
+        console.say("\n".join(verdict.last_lines(self, before, after, time.monotonic() - self.start)))
         return {"before": before, "after": after, "metrics": latest, "run": str(self.folder)}
 
     @contextlib.contextmanager
@@ -264,10 +276,10 @@ class Run:
 
     def stop(self, message):
         """Ends the run over a fault with exit code 1: what happened, and the checkpoint to continue from."""
-        if self.is_main:
-            is_there = self.checkpoint and self.checkpoint.exists()
-            last = is_there and f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
-            print(f"error: {message}\n  last good checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
+        last = "none"
+        if self.checkpoint and self.checkpoint.exists():
+            last = f"{self.checkpoint}; --run_name {self.folder.name} --resume goes on from it"
+        console.complain(f"{message}\n  last good checkpoint: {last}")
         self.end(1)
 
     def end(self, exit_code):
@@ -306,7 +318,8 @@ os.register_at_fork(after_in_child=free_child)  # It cannot be undone, and does 
 def make_folder(args):
     """Makes the run's folder and returns it. Its name is the given one, or with --resume that of the newest run of this
     kind, or a new one, which no other run has that starts in this second."""
-    kind, now = f"{flags.experiment(args)}__{args.seed}__", time.strftime("%Y%m%d-%H%M%S")
+    kind = f"{flags.experiment(args)}__{args.seed}__"
+    now = time.strftime("%Y%m%d-%H%M%S")
     started = [path.name for path in Path("runs").glob(f"{glob.escape(kind)}[0-9]*")] if args.resume else []
     given = args.run_name or max(started, default=None)
     for number in itertools.count(1):

@@ -27,7 +27,8 @@ def wilson_interval(wins, n, z=1.96):
     Source: E. B. Wilson, 1927.
     """
     p = wins / n
-    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    center = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, (center - half) / (1 + z * z / n)), min(1.0, (center + half) / (1 + z * z / n))
 
 

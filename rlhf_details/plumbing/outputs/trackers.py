@@ -48,9 +48,19 @@ def start(args, accelerator, folder, about, update, prompts):
 
     # The commit is a tag as well, so that filters compare versions. 64 letters are the most that wandb takes.
     tags = [*args.wandb_tags, *filter(None, [git("describe", "--tags", "--always", "--dirty")[:64]])]
-    options = dict(entity=args.wandb_entity, name=folder.name, group=flags.experiment(args), tags=tags, save_code=True)
-    options |= dict(job_type=args.exp_name, config=about["args"] | about, id=about.get("wandb_id"), resume="allow")
-    accelerator.log_with.append(WandBTracker(args.wandb_project_name, **options))
+    of_wandb = WandBTracker(
+        args.wandb_project_name,
+        entity=args.wandb_entity,
+        name=folder.name,
+        group=flags.experiment(args),
+        tags=tags,
+        job_type=args.exp_name,
+        config=about["args"] | about,
+        save_code=True,
+        id=about.get("wandb_id"),
+        resume="allow",
+    )
+    accelerator.log_with.append(of_wandb)
     try:
         # Where there is a terminal, it asks for a key. Behind a launcher nobody may see the question.
         if wandb.setup().settings.mode == "online" and not wandb.login(timeout=10, verify=False):
@@ -63,9 +73,15 @@ def start(args, accelerator, folder, about, update, prompts):
     tracker.tracker.log_code(str(Path(__file__).parents[2]))  # all Python files of the package
     if not update:
         rows = [{name: str(x) for name, x in prompt.columns.items()} for prompt in prompts[:8]]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        tracker.log_table("data/rows", names, [[row.get(name, "") for name in names] for row in rows], step=0)
+        log_table(accelerator, "data/rows", rows, 0)
     return tracker.tracker
+
+
+def log_table(accelerator, name, rows, step):
+    """Shows rows as a table of Weights & Biases."""
+    import pandas
+
+    accelerator.get_tracker("wandb").log_table(name, dataframe=pandas.DataFrame(rows), step=step)
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------
@@ -97,15 +113,21 @@ def sample_rows(args, tokenizer, metrics, prompts, responses, mask, ended, score
     """
     # The responses to a prompt are adjacent, and share one object.
     shown = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]][:4]
-    rows, kl_coef = [], metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
+    rows = []
+    kl_coef = metrics.get("objective/kl_coef", getattr(args, "kl_coef", None))
     own = mask if action_mask is None else action_mask
     for i, text in zip(
         shown, token_ids.decode_turns(tokenizer, *(x[shown] for x in (responses, mask, own))), strict=True
     ):
-        row = {"query": prompts[i].text, "response": text, "ended": bool(ended[i])}
-        row["end"] = tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else ""
         score = None if scores[i].isnan() else float(scores[i])  # A reward may have abstained.
-        row |= {"score": score, "kl": float(kl[i])}
+        row = {
+            "query": prompts[i].text,
+            "response": text,
+            "ended": bool(ended[i]),
+            "end": tokenizer.decode(responses[i][mask[i]][-1:]).strip() if ended[i] else "",
+            "score": score,
+            "kl": float(kl[i]),
+        }
         if kl_coef is not None:  # A teacher's page has no KL beside it.
             row["total"] = None if score is None else score - kl_coef * row["kl"]
         rows.append(row)

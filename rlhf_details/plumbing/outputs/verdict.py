@@ -4,11 +4,10 @@ how to evaluate it. It reads what a checkpoint keeps, so a resumed run is judged
 """
 
 import math
-import os
 import shlex
-from pathlib import Path
 
 from rlhf_details import toy
+from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import flags, token_ids
 from rlhf_details.plumbing.outputs import hub
 from rlhf_details.plumbing.outputs.statistics import average, wilson_interval
@@ -69,9 +68,9 @@ def learnt_lines(after, held_out, by_prompt):
         words = f"{as_text(accuracy, after, count)}, where guessing has {chance:.3f}"
         return [f"{said}: the accuracy on held-out comparisons is {words}"]
     found = []
-    for name in by_prompt[0] if len(by_prompt) == 2 and count > 1 else ():
-        changes = [y - x for x, y in zip(*(values[name] for values in by_prompt), strict=True)]
-        changes = [x for x in changes if not math.isnan(x)]  # Without those from which a reward abstained.
+    for name in by_prompt[0] if len(by_prompt) == 2 else ():
+        pairs = zip(*(values[name] for values in by_prompt), strict=True)
+        changes = [y - x for x, y in pairs if not math.isnan(y - x)]  # where no reward abstained
         if len(changes) < 2:
             continue
         change = average(changes)
@@ -105,14 +104,18 @@ def evaluate_lines(args):
     """The command that compares a trained policy with the one that it started from. Other models have none."""
     if hub.script_of(args) in ("train_sft.py", "train_reward.py"):
         return []
-    start, dataset = args.sft_model_path, args.eval_dataset or args.dataset
-    given = dict(policy_path=args.output_dir, dataset=dataset, opponent_path=start)
-    given |= {"ref_model_path": getattr(args, "teacher_model_path", start)}  # what training's KL is from
+    start = args.sft_model_path
+    dataset = args.eval_dataset or args.dataset
+    given = {
+        "policy_path": args.output_dir,
+        "dataset": dataset,
+        "opponent_path": start,
+        "ref_model_path": getattr(args, "teacher_model_path", start),  # what training's KL is from
+    }
     names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
     given |= {name: getattr(args, name) for name in names if getattr(args, name, None)}
     if dataset.startswith("toy:") and getattr(args, "reward_model_path", start) is None:
         given["reward_model_path"] = None  # not the one of evaluate.py's starting values
     if given.get("reward_fn") and args.reward_fn_format != "text":
         given["reward_fn_format"] = args.reward_fn_format
-    script = os.path.relpath(Path(__file__).parents[2] / "evaluate.py")
-    return [f"evaluate: {shlex.join(['python', script, *flags.as_words(given)])}"]
+    return [f"evaluate: {shlex.join(['python', console.path_of('evaluate.py'), *flags.as_words(given)])}"]
