@@ -102,9 +102,9 @@ def test_every_word_is_one_token_and_comes_back():
 def test_gold_of_tools_charges_once_for_each_question():
     """What a trajectory says holds the observations between its turns."""
     row = SimpleNamespace(columns={"answer": "3 4"})
-    said = ["ask red ;", " same as blue ;", "ask blue ;", " 3 4 ;", "say 3 4 ;"]
+    said = ["ask red", " same as blue ;", "ask blue", " 3 4 ;", "say 3 4"]
     gold = rewards.WATCHED["toy-tools"]["gold"]
-    assert gold(row, said) == pytest.approx(0.9) and gold(row, said[-1:]) == 1 and gold(row, ["say 4 3 ;"]) == 0
+    assert gold(row, said) == pytest.approx(0.9) and gold(row, said[-1:]) == 1 and gold(row, ["say 4 3"]) == 0
 
 
 def test_the_human_chooses_in_proportion_to_exp_of_gold():
