@@ -144,6 +144,7 @@ presets["toy-tools"] = presets["toy"] | dict(
     eval_dataset="toy-tools:test",
     output_dir="models/toy-tools/sft",
     num_layers=3,
+    num_train_epochs=5,
     response_length=4,
 )
 

@@ -58,7 +58,12 @@ def test_every_command_of_the_readme_parses():
     assert {"train_rloo", "train_ppo", "train_sft", "train_reward", "evaluate"} <= {script for script, _ in found}
     with contextlib.chdir(ROOT):  # where the commands are to be typed
         for script, words in found:
-            flags = [word for word in words[words.index(f"rlhf_details/{script}.py") + 1 :] if word != "..."]
+            flags = [
+                word for word in words[words.index(f"rlhf_details/{script}.py") + 1 :] if word not in ("..", "...")
+            ]
+            if script == "show_tokens":  # It is given another script's command.
+                script, *flags = flags
+                script = script.removesuffix(".py")
             train_both.parse(flags) if script == "train_both" else cli.parse(SCRIPTS[script].Args, flags)
 
 

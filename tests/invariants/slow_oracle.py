@@ -71,6 +71,13 @@ class Oracle:
             table, _ = self.distributions(model, query, response)
         return [table[t, token].item() for t, token in enumerate(response)]
 
+    def read_by_teacher(self, query):
+        """A query with what --teacher_prompt_template "the {prompt} ." puts around it."""
+        if getattr(self.args, "teacher_prompt_template", None) is None:
+            return query
+        before, after = (self.tokenizer(text).input_ids for text in ("the", "."))
+        return before + query + after
+
     def look(self, query, response):
         """Log-probs [n] and distributions [n, V] of the policy as it is now, and hidden states. Notes entropies."""
         table, hidden = self.distributions(self.policy, query, response)
@@ -331,13 +338,6 @@ class DistillOracle(Oracle):
         order = utils.permutation(len(rows), self.args.seed, 0)[(number - 1) * size : number * size]
         texts = [[self.tokenizer(rows[i][name]).input_ids for name in ("prompt", "completion")] for i in order]
         return [(query, [*answer, self.token("eos")][: self.args.response_length]) for query, answer in texts]
-
-    def read_by_teacher(self, query):
-        """A query with what --teacher_prompt_template "the {prompt} ." puts around it."""
-        if self.args.teacher_prompt_template is None:
-            return query
-        before, after = (self.tokenizer(text).input_ids for text in ("the", "."))
-        return before + query + after
 
     def jsd(self, log_p, log_q):
         """Equation 1, of a student's distribution p [V] and a teacher's q, for a beta inside of [0, 1]."""
