@@ -213,8 +213,8 @@ def response_logprobs(policy, batch, **comparison):
 
 
 def for_teacher(rows, batch):
-    """The Batch with the prompts that the teacher reads."""
-    # Its prompts may be longer, so columns are counted anew; the responses are the same tokens. [DISTILL-8]
+    """The Batch of M rows with what the teacher reads as queries [M, Q'], and the same responses [M, R]."""
+    # What it reads may be longer, so it is padded by itself. [DISTILL-8]
     return Batch(*utils.left_pad([row.teacher_ids for row in rows], batch.queries.device), *batch[2:4])
 
 
@@ -424,12 +424,12 @@ def main(args: Args):
         means, divergences = utils.Means(device), []
         num_actions = response_mask.sum()  # over all processes
         micro_batches = episodes[mine].split(size)
-        theirs = utils.split(for_teacher(rows, batch), micro_batches) if is_jsd else ()
+        teacher_batches = utils.split(for_teacher(rows, batch), micro_batches) if is_jsd else ()
         for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
             with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
                 if is_jsd:
                     with torch.no_grad(), accelerator.autocast():
-                        states = teacher(*join(utils.trim(theirs[i][1])))  # [M, width, H]
+                        states = teacher(*join(utils.trim(teacher_batches[i][1])))  # [M, width, H]
                     logprobs, entropies, losses = response_logprobs(policy, micro_batch, compare=compare, states=states)
                 else:
                     logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]

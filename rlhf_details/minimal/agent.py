@@ -129,7 +129,7 @@ def main(updates=120):
         scores = torch.tensor(right).float() - 0.05 * torch.tensor(toy.questions([], last, turns))
         scores = scores.to(device)  # [B]
         # The policy is trained on what it wrote, and not on what it read. [AGT-1]
-        logprobs = logprobs_of(policy, *episodes) * action_mask  # [B, R], 0 at padding, with a gradient
+        logprobs = logprobs_of(policy, *episodes) * action_mask  # [B, R], with a gradient, 0 elsewhere
         with torch.no_grad():
             ref_logprobs = logprobs_of(reference, *episodes) * action_mask  # [B, R]
 

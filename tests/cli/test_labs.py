@@ -43,6 +43,8 @@ def test_a_lab_gives_points_for_what_is_right_alone(tmp_path, capsys, name):
     made = {path: path.read_text() for path in folder.iterdir() if path.is_file()}
     assert not any(score for score, _ in points(folder, name, capsys).values())
     assert "For the teacher" not in made[folder / f"{name}.md"]
+    # Another algorithm's file would show lines that a gap asks for.
+    assert {path.name for path in made if path.suffix == ".py"} == {"sft.py", "reward.py", f"{lab['page']}.py"}
     answer(folder, name)
     assert all(score and output == "right" for score, output in points(folder, name, capsys).values())
     mistakes = [(title, *mistake) for title, task in lab["write"].items() for mistake in task["mistakes"]]
