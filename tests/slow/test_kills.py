@@ -21,6 +21,8 @@ import torch
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.outputs.run import Run
 console.keep_printing()
+with open(f"pid{os.environ.get('RANK', 0)}", "w") as file:
+    file.write(str(os.getpid()))
 script, values = json.loads(open(sys.argv[1]).read())
 log = Run.log
 def deadly(self, update, *args):
@@ -83,8 +85,10 @@ def test_three_kills_change_nothing(tiny, tmp_path, case="ppo-moments"):
 
 
 # ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------------------
-def signalled(folder, command, number, close_output=False):
-    """Starts a long run and sends its launcher a signal after some updates; returns (exit code, what it said)."""
+def signalled(folder, command, number, close_output=False, rank=None):
+    """Starts a long run and sends its launcher, or the process of a rank, a signal after some updates; returns (exit
+    code, what it said).
+    """
     with open(folder / "errors", "w") as errors:
         options = dict(cwd=folder, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True)
         process = subprocess.Popen([sys.executable, *command], **options)
@@ -92,7 +96,7 @@ def signalled(folder, command, number, close_output=False):
             wait_until(lambda: has_rows(folder, 4), process, (folder / "errors").read_text)
             if close_output:
                 process.stdout.close()
-            process.send_signal(number)
+            os.kill(process.pid if rank is None else int((folder / f"pid{rank}").read_text()), number)
             return process.wait(60), "" if close_output else process.stdout.read()
         finally:
             process.kill()
@@ -107,9 +111,10 @@ def test_ctrl_c_leaves_a_checkpoint_though_the_reader_of_the_output_is_gone(tiny
     assert updates(tmp_path / "runs/run")[-1] == int(name)
 
 
-def test_a_signal_to_the_launcher_of_two_leaves_a_checkpoint(tiny, tmp_path):
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_signal_to_the_launcher_of_two_or_to_one_of_them_leaves_a_checkpoint(tiny, tmp_path, rank):
     file = written(tmp_path, tiny, "ppo-overlap", total_episodes=16 * 1000, checkpoint_every=0)
-    code, said = signalled(tmp_path, [*TORCHRUN, *file], signal.SIGTERM)
+    code, said = signalled(tmp_path, [*TORCHRUN, *file], signal.SIGTERM, rank=rank)
     assert code != 0 and "SIGTERM: stopped after update" in said, (tmp_path / "errors").read_text()
     (name,) = checkpoints(tmp_path / "runs/run")
     assert checkpoint.all_of(tmp_path / "runs/run")[0].name == name
