@@ -141,9 +141,9 @@ def one_run(spec, engine):
         next(m for m in inner.modules() if isinstance(m, torch.nn.Linear)).register_forward_hook(note)
         return module, optimizer
 
-    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, *rest):
+    def recording_sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, *rest, **how):
         sampling.add(threading.get_ident())  # With --overlap a thread of its own samples.
-        found = sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, *rest)
+        found = sample(policy, queries, query_mask, rows, n, response_length, stop_ids, key, *rest, **how)
         responses, mask, _ = found
         sampling.discard(threading.get_ident())
         if key[1] == utils.TRAINING:
