@@ -39,7 +39,9 @@ def fail(message):
 def need(package, extra, what):
     """Exits with an error if the package of an extra is not installed. what: the flag that needs it."""
     if find_spec(package) is None:
-        fail(f'{what}: needs the package {package}: pip install -c constraints.txt -e ".[{extra}]"')
+        is_clone = (Path(__file__).parents[2] / "constraints.txt").exists()  # not in a wheel
+        command = f'-c constraints.txt -e ".[{extra}]"' if is_clone else package
+        fail(f"{what}: needs the package {package}: pip install {command}")
 
 
 def say(line):

@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import math
+import re
 import shlex
 import sys
 import tomllib
@@ -84,6 +85,8 @@ def show_help(script, parts):
         kinds.append((f"box{len(kinds)}", Annotated[box, tyro.conf.arg(name=title)]))
     what, *_ = script.__doc__.split("\n\n")
     example = script.__doc__.rpartition("Your data: ")[2]
+    if not Path("rlhf_details").is_dir():  # The package is installed from a wheel, or this is another folder.
+        example = re.sub(r"rlhf_details/(\w+)\.py", r"-m rlhf_details.\1", example)
     tyro.cli(
         dataclasses.make_dataclass("Args", kinds),
         args=["--help"],
