@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_details import utils
@@ -359,10 +360,39 @@ def require(*folders):
             raise SystemExit(f"error: {folder} is missing: python -m rlhf_details.train_{folder.name}{task} makes it")
 
 
+class NextToken(nn.Module):
+    """A causal language model as `utils.sample` calls it, at temperature 1."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, mask, positions, index, cache):
+        """Args: tokens, mask, positions [N, L]; index [C], the columns to read. Returns: logits [N, C, V]."""
+        inputs = dict(attention_mask=mask, position_ids=positions) | {utils.name_of_cache(self.model): cache}
+        return self.model(tokens, **inputs).logits[:, index].float()
+
+
+def sample_rows(policy, prompts, n, response_length, stop_ids, key, progress=iter):
+    """n responses to each prompt, as lists of token ids, the n of a prompt adjacent.
+
+    Args: policy, stop_ids and key as for `utils.sample`; prompts, lists of token ids; progress(slices) -> slices.
+    """
+    device = next(policy.parameters()).device
+    queries, query_mask = utils.left_pad([ids for ids in prompts for _ in range(n)], device)  # [B, Q]
+    episodes, size, found = torch.arange(len(queries), device=device), 128 * n, []
+    for m in progress(utils.slices(len(queries), size)):
+        responses, mask, _ = utils.sample(
+            policy, queries[m], query_mask[m], episodes[m], 1, response_length, stop_ids, key, size
+        )  # [at most size, R]
+        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
+    return found
+
+
 def comparisons(split, num, policy, tokenizer, key, response_length, progress=iter):
     """Comparisons for the reward model: 4 responses of the SFT policy to each prompt, and which of them `choose` takes.
 
-    Args: split "train" or "test"; num, how many; policy, key and progress as for utils.sample_rows.
+    Args: split "train" or "test"; num, how many; policy, key and progress as for `sample_rows`.
     Returns: list of {"prompt", "candidates": 4 responses, "best": index of the best}.
     """
     rng = np.random.default_rng([2025, split == "test", num])
@@ -370,7 +400,7 @@ def comparisons(split, num, policy, tokenizer, key, response_length, progress=it
     prompts = [prompts[i % len(prompts)] for i in range(num)]
     ids, stop_ids = tokenizer(prompts).input_ids, torch.tensor([tokenizer.eos_token_id])
     stop_ids = stop_ids.to(next(policy.parameters()).device)
-    responses = utils.sample_rows(policy, ids, 4, response_length, stop_ids, key, progress)
+    responses = sample_rows(policy, ids, 4, response_length, stop_ids, key, progress)
     # The human reads texts, and whoever trains on them tokenises them anew: a response that was cut gets an EOS.
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
     groups = [texts[i : i + 4] for i in range(0, len(texts), 4)]

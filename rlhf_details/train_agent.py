@@ -30,6 +30,7 @@ Your data:     python rlhf_details/train_agent.py --dataset rows.jsonl --sft_mod
                --reward_fn mine.py:f
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -48,9 +49,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 @dataclass
 class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_agent"
-    """part of the run's name"""
     output_dir: str = "models/agent"
-    """folder of the trained policy"""
     dataset: str = "toy-tools"
     """prompts, as those of train_rloo.py: "toy-tools", a file, a folder, a Hub data set, or FILE.py:FUNCTION"""
 
@@ -302,13 +301,6 @@ def rloo_policy_loss(logprobs, mask, advantages):
     return -advantages * ((logprobs - logprobs.detach()) * mask).sum(1).exp()
 
 
-def in_equal_group(scores, k, scored):
-    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
-    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
-    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
-    return (highest <= lowest).repeat_interleave(k)
-
-
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, accelerator):
@@ -316,8 +308,6 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
 
     Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
     """
-    if not prompts:
-        return {}, None
     policy.eval()
     # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
@@ -347,9 +337,7 @@ def check(args):
     cli.check(args)
     rewards.check(args)
     environments.check(args)
-    unit = args.rloo_k * console.world_size()
-    if args.batch_size % unit:
-        console.fail(f"--batch_size {args.batch_size}: not divisible by rloo_k * processes = {unit}")
+    cli.check_batch_size(args, "rloo_k")
     if args.rloo_k == 1:
         console.fail("--rloo_k 1: leave-one-out needs at least 2")
 
@@ -385,8 +373,12 @@ def main(args: Args):
     # what --sampler vllm has in its place.
     sample = samplers.choose(args, run, [*prompts, *held_out], None, stop_ids)
     run.resume(policy, optimizer)
+    # run.log calls it when it is due.
+    evaluation = functools.partial(
+        evaluate, policy, sample, env, reference, score, held_out, stop_ids, args, accelerator
+    )
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, env, reference, score, held_out, stop_ids, args, accelerator))
+        run.log(0, evaluation=evaluation)
 
     for update in range(run.first_update, num_updates + 1):
         # An update is one step. [OPT-2]
@@ -461,7 +453,8 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
+        batch = batch._replace(response_mask=action_mask)
+        metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, found.ended, batch, k)
         metrics |= weight_metrics | environments.metrics(found, "val/", "sequence_lengths")
         metrics |= {
             "epoch": update * (B // k) / len(prompts),
@@ -471,20 +464,10 @@ def main(args: Args):
             "objective/non_score_reward": -args.kl_coef * utils.masked_mean(kl, scored),  # [LOG-5]
             "objective/rlhf_reward": utils.masked_mean(rlhf_rewards, scored),
             "objective/entropy": -utils.masked_mean((old_logprobs * action_mask).sum(1), scored),  # no padding [LOG-1]
-            "val/abstained": 1 - scored.float().mean(),
-            "val/equal_scores": in_equal_group(scores, k, scored).float().mean(),
-            "val/num_eos_tokens": (action_mask & (found.responses == tokenizer.eos_token_id)).sum(),
-            "val/num_stop_token_ids": found.ended.sum(),
         }
         scores = scores.masked_fill(~scored, math.nan)
         shown = rows, *found[:2], found.ended, scores, kl, action_mask
-        if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(
-                policy, sample, env, reference, score, held_out, stop_ids, args, accelerator
-            )
-            metrics |= eval_metrics
-            shown = eval_shown or shown
-        run.log(update, metrics, shown)
+        run.log(update, metrics, shown, evaluation)
         run.checkpoint_if_due(update, policy, optimizer)
     return run.finish(policy)
 

@@ -31,6 +31,7 @@ Your data:     python rlhf_details/train_distill.py --dataset rows.jsonl --sft_m
                --teacher_model_path gpt2-xl
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -49,9 +50,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 @dataclass
 class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_distill"
-    """part of the run's name"""
     output_dir: str = "models/distill"
-    """folder of the trained policy"""
 
     # models
     teacher_model_path: str | None = None
@@ -285,8 +284,6 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
 
     Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
     """
-    if not prompts:
-        return {}, None
     policy.eval()
     # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
@@ -311,12 +308,9 @@ def check(args):
     rewards.check_functions(args)
     if args.teacher_model_path is None:
         console.fail(f"--teacher_model_path: required with --dataset {args.dataset}: a model with the student's tokens")
-    unit = args.responses_per_prompt * console.world_size()
-    if args.batch_size % unit:
-        console.fail(f"--batch_size {args.batch_size}: not divisible by responses_per_prompt * processes = {unit}")
-    for name in ("gamma", "beta", "on_policy_share"):
-        if getattr(args, name) > 1:
-            console.fail(f"--{name} {getattr(args, name)}: must be at most 1")
+    cli.check_batch_size(args, "responses_per_prompt")
+    if args.beta > 1:
+        console.fail(f"--beta {args.beta}: must be at most 1")
     if args.on_policy_share < 1 and (args.divergence == "sampled" or args.overlap or args.responses_per_prompt > 1):
         rule = "needs --divergence jsd, one response per prompt, and no --overlap"
         console.fail(f"--on_policy_share {args.on_policy_share}: {rule}")
@@ -364,8 +358,10 @@ def main(args: Args):
     if is_jsd and sample.is_another:
         console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
     run.resume(policy, optimizer)
+    # run.log calls it when it is due.
+    evaluation = functools.partial(evaluate, policy, sample, teacher, score, held_out, stop_ids, args, accelerator)
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator))
+        run.log(0, evaluation=evaluation)
 
     for update in range(run.first_update, num_updates + 1):
         # All steps of an update have the same learning rate. [OPT-2]
@@ -463,11 +459,7 @@ def main(args: Args):
             "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
         shown = rows, responses, response_mask, ended, -divergence, divergence
-        if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(policy, sample, teacher, score, held_out, stop_ids, args, accelerator)
-            metrics |= eval_metrics
-            shown = eval_shown or shown
-        run.log(update, metrics, shown)
+        run.log(update, metrics, shown, evaluation)
         run.checkpoint_if_due(update, policy, optimizer)
     return run.finish(policy)
 

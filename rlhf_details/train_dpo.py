@@ -41,9 +41,7 @@ from rlhf_details.plumbing.outputs.run import Run
 @dataclass
 class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_dpo"
-    """part of the run's name"""
     output_dir: str = "models/dpo"
-    """folder of the trained policy"""
 
     # data
     dataset: str = "toy"

@@ -28,6 +28,7 @@ N processes:   accelerate launch --num_processes N rlhf_details/train_grpo.py
 Your data:     python rlhf_details/train_grpo.py --dataset rows.jsonl --sft_model_path gpt2 --reward_fn mine.py:f
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -46,9 +47,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 @dataclass
 class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_grpo"
-    """part of the run's name"""
     output_dir: str = "models/grpo"
-    """folder of the trained policy"""
 
     # sampling
     response_length: int = 256
@@ -413,21 +412,6 @@ def has_group(scored, k):
     return scored & (scored.reshape(-1, k).sum(1).repeat_interleave(k) >= 2)
 
 
-def in_equal_group(scores, k, scored):
-    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
-    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
-    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
-    return (highest <= lowest).repeat_interleave(k)
-
-
-def shuffled_groups(num_prompts, k, num_mini_batches, device, *coordinates):
-    """Yields the episodes [B / num_mini_batches] of each minibatch, in an order that the coordinates decide."""
-    order = torch.tensor(utils.permutation(num_prompts, *coordinates), device=device)  # [P]
-    for prompts in order.chunk(num_mini_batches):
-        # Siblings may share a row, so a group stays whole. [RLOO-8]
-        yield (prompts.unsqueeze(1) * k + torch.arange(k, device=device)).reshape(-1)
-
-
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
@@ -435,8 +419,6 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
 
     Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
     """
-    if not prompts:
-        return {}, None
     policy.eval()
     # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
@@ -463,11 +445,7 @@ def check(args):
     """Ends the program where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
-    unit = args.num_mini_batches * args.group_size * console.world_size()
-    if args.batch_size % unit:
-        console.fail(
-            f"--batch_size {args.batch_size}: not divisible by num_mini_batches * group_size * processes = {unit}"
-        )
+    cli.check_batch_size(args, "num_mini_batches", "group_size")
     if args.group_size == 1:
         console.fail("--group_size 1: a group needs at least 2 responses")
     if args.soft_overlong and args.soft_overlong > args.response_length:
@@ -516,8 +494,7 @@ def main(args: Args):
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
     # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. Both are 1 if packing would
     # change log-probs or scores.
-    packed = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
-    n, size = packed.n, packed.size
+    n, size, rollout_n = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
     # score(rows, batch, model_scores) -> (rewards [M, F], scored [M]) adds the functions of --reward_fn, such as
     # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. One that returns None does not apply to a row,
     # and is left out of the sum. One that returns NaN cannot judge, and then the response is not `scored`.
@@ -539,8 +516,12 @@ def main(args: Args):
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = {"steered": 0.0, "entropy_coef": args.entropy_coef if args.entropy_target is None else 0.0}
     state = run.resume(policy, optimizer, state)
+    # run.log calls it when it is due.
+    evaluation = functools.partial(
+        evaluate, policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator
+    )
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator))
+        run.log(0, evaluation=evaluation)
 
     for update in range(run.first_update, num_updates + 1):
         # All steps of an update have the same learning rate. [OPT-2]
@@ -554,7 +535,7 @@ def main(args: Args):
         with torch.no_grad(), accelerator.autocast():
             key = args.seed, TRAINING, update
             responses, response_mask, sampled_logprobs = sample(
-                policy, queries[mine], query_mask[mine], episodes[mine], packed.rollout_n, key
+                policy, queries[mine], query_mask[mine], episodes[mine], rollout_n, key
             )  # [B / world, R]
             run.lap("rollout")
 
@@ -591,7 +572,7 @@ def main(args: Args):
         # The score of a response that was cut off says little. [GRPO-7]
         is_kept = learns & ended if args.mask_truncated else learns  # [B]
         # Tokens without an advantage only make the mean's gradient smaller. [GRPO-8]
-        is_kept = is_kept & ~in_equal_group(scores, k, scored) if args.mask_equal else is_kept
+        is_kept = is_kept & ~rewards.in_equal_group(scores, k, scored) if args.mask_equal else is_kept
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
         if args.objective == "gspo":  # Its action is the response.
             advantages = advantages.squeeze(1)  # [B]
@@ -604,8 +585,10 @@ def main(args: Args):
         means = utils.Means(device)
         for epoch in range(args.num_ppo_epochs):
             # Each pass has its own order. [OPT-9]
-            minibatches = shuffled_groups(B // k, k, args.num_mini_batches, device, args.seed, update, epoch)
-            for number, minibatch in enumerate(minibatches):
+            order = list(utils.permutation(B // k, args.seed, update, epoch))  # [P]
+            # Siblings may share a row, so a group stays whole. [RLOO-8]
+            shuffled = episodes.reshape(-1, k)[order].flatten()  # [B]
+            for number, minibatch in enumerate(shuffled.chunk(args.num_mini_batches)):
                 # Both count over all processes.
                 num_actions, num_responses = is_action[minibatch].sum(), learns[minibatch].sum()
                 micro_batches = minibatch.chunk(world)[rank].split(size)
@@ -650,18 +633,13 @@ def main(args: Args):
         # `objective/kl` and entropy are those of the policy that sampled.
         logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
-        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
+        metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, ended, batch, k)
         metrics |= weight_metrics | {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,
             "objective/scores": utils.masked_mean(scores, scored),
             "objective/kl": utils.masked_mean(logged_kl, scored),
             "objective/entropy": -utils.masked_mean((logged * response_mask).sum(1), scored),  # no padding [LOG-1]
-            "val/abstained": 1 - scored.float().mean(),
-            "val/equal_scores": in_equal_group(scores, k, scored).float().mean(),
-            "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
-            "val/num_stop_token_ids": ended.sum() if len(stop_ids) else 0,
-            "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
         if args.entropy_coef:
             metrics["objective/entropy_coef"] = state["entropy_coef"]
@@ -670,13 +648,7 @@ def main(args: Args):
                 state["steered"], metrics["policy/entropy_avg"], args.entropy_target, args.entropy_coef
             )
         shown = rows, responses, response_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
-        if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(
-                policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator
-            )
-            metrics |= eval_metrics
-            shown = eval_shown or shown
-        run.log(update, metrics, shown)
+        run.log(update, metrics, shown, evaluation)
         run.checkpoint_if_due(update, policy, optimizer, state)
     return run.finish(policy)
 

@@ -29,6 +29,7 @@ Your data:     python rlhf_details/train_ppo.py --dataset rows.jsonl --sft_model
 """
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -47,9 +48,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 @dataclass
 class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_ppo"
-    """part of the run's name"""
     output_dir: str = "models/ppo"
-    """folder of the trained policy"""
 
     # sampling
     response_length: int = 53
@@ -454,11 +453,6 @@ def mean_and_variance(x, mask):
     return mean, utils.masked_mean((x - mean) ** 2, mask)
 
 
-def shuffled_episodes(num_episodes, num_mini_batches, device, *coordinates):
-    """Yields the episodes [B / num_mini_batches] of each minibatch, in an order that the coordinates decide."""
-    yield from torch.tensor(utils.permutation(num_episodes, *coordinates), device=device).chunk(num_mini_batches)
-
-
 # ---- held-out evaluation ---------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, args, accelerator):
@@ -466,8 +460,6 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
 
     Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
     """
-    if not prompts:
-        return {}, None
     policy.eval()
     # Rows that pad all processes to the same count are dropped below.
     episodes, rows = data.my_share(prompts, accelerator)
@@ -494,12 +486,7 @@ def check(args):
     """Ends the program where arguments contradict each other."""
     cli.check(args)
     rewards.check(args)
-    unit = args.num_mini_batches * console.world_size()
-    if args.batch_size % unit:
-        console.fail(f"--batch_size {args.batch_size}: not divisible by num_mini_batches * processes = {unit}")
-    for name in ("gamma", "lam"):
-        if getattr(args, name) > 1:
-            console.fail(f"--{name} {getattr(args, name)}: must be at most 1")
+    cli.check_batch_size(args, "num_mini_batches")
     if args.adaptive_kl and (not args.kl_coef or not args.kl_target or args.kl_horizon <= args.batch_size / 5):
         console.fail("--adaptive_kl: kl_coef and kl_target must be above 0, and kl_horizon above a fifth of batch_size")
     if args.ratio_threshold is not None and args.ratio_threshold <= 1:
@@ -548,8 +535,12 @@ def main(args: Args):
     # an update ahead. `is_another`: it samples with another engine or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
+    # run.log calls it when it is due.
+    evaluation = functools.partial(
+        evaluate, policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator
+    )
     if run.first_update == 1:
-        run.log(0, *evaluate(policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator))
+        run.log(0, evaluation=evaluation)
 
     for update in range(run.first_update, num_updates + 1):
         # All steps of an update have the same learning rate. [OPT-2]
@@ -577,7 +568,7 @@ def main(args: Args):
             else:
                 kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
             # The reward model reads what a human would read. [GEN-14]
-            read_mask, _ = truncate_response(responses, response_mask, end_ids, args.truncate_after)
+            read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
             batch = batch._replace(response_mask=read_mask)
             model_scores = in_slices(response_scores, reward_model, batch, size) if reward_model else []
             rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
@@ -585,8 +576,8 @@ def main(args: Args):
         responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs = accelerator.gather(
             (responses, response_mask, sampled_logprobs, old_logprobs, ref_logprobs)
         )
-        kl_penalties, values, rewards_of_each, scored = accelerator.gather(
-            (kl_penalties, values, rewards_of_each, scored)
+        kl_penalties, values, read_mask, ended, rewards_of_each, scored = accelerator.gather(
+            (kl_penalties, values, read_mask, ended, rewards_of_each, scored)
         )
         batch = Batch(queries, query_mask, responses, response_mask)
         run.lap("scores")
@@ -598,7 +589,6 @@ def main(args: Args):
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score
-        read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)  # [B, R], [B]
         # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
@@ -629,12 +619,11 @@ def main(args: Args):
         means = utils.Means(device)
         num_skipped = 0
         lengths = query_mask.sum(1) + response_mask.sum(1)  # [B]
-        is_watched = args.target_kl is not None or args.ratio_threshold is not None
         for epoch in range(args.num_ppo_epochs):
             # Each pass has its own order. [OPT-9]
-            minibatches = shuffled_episodes(B, args.num_mini_batches, device, args.seed, update, epoch)
+            order = list(utils.permutation(B, args.seed, update, epoch))
             epoch_kl = 0.0
-            for number, minibatch in enumerate(minibatches):
+            for number, minibatch in enumerate(episodes[order].chunk(args.num_mini_batches)):
                 of_minibatch = utils.Means(device)
                 # Both count over all processes.
                 num_actions, num_states = action_mask[minibatch].sum(), state_mask[minibatch].sum()
@@ -669,15 +658,14 @@ def main(args: Args):
                     }
                     means.add(of_actions, action_mask[m])
                     means.add(of_states, state_mask[m])
-                    if is_watched:
-                        of_minibatch.add({"kl": 0.5 * logratio**2}, action_mask[m])
-                        of_minibatch.add_ratios(logratio, action_mask[m])
                     means.add_ratios(logratio, action_mask[m])
+                    of_minibatch.add({"kl": 0.5 * logratio**2}, action_mask[m])
+                    of_minibatch.add_ratios(logratio, action_mask[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
-                distance = of_minibatch.reduce(accelerator) if is_watched else {}
-                epoch_kl += distance.get("kl", 0.0) / args.num_mini_batches  # a mean of minibatch means
+                distance = of_minibatch.reduce(accelerator)
+                epoch_kl += distance["kl"] / args.num_mini_batches  # a mean of minibatch means
                 # Far away the clipped objective is unreliable. [PPO-17]
                 is_far = args.ratio_threshold is not None and distance["val/ratio"] > args.ratio_threshold
                 if is_far or not num_actions:  # Without an action a step would be Adam's momentum alone.
@@ -697,7 +685,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        metrics = means.reduce(accelerator) | score.by_name(rewards_of_each, "objective/")
+        metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, ended, batch, 1)
         mean_kl = utils.masked_mean(logged_kl, scored)
         # It is added, before whitening. [LOG-5]
         non_score_reward = -state["kl_coef"] * utils.masked_mean(kl_penalties.sum(1), scored)
@@ -715,7 +703,6 @@ def main(args: Args):
             "objective/score_total": utils.masked_mean(scores, scored) + non_score_reward,
             # without padding [LOG-1]
             "objective/entropy": -utils.masked_mean((old_logprobs * response_mask).sum(1), scored),
-            "val/abstained": 1 - scored.float().mean(),
             "objective/loss": total_loss,
             "loss/total_avg": total_loss,
             "policy/skipped_minibatches": num_skipped,
@@ -724,19 +711,9 @@ def main(args: Args):
             "val/mean": value_mean,
             "val/var": value_var,
             "val/var_explained": 1 - metrics["val/error"] / (returns_var + 1e-8),
-            "val/equal_scores": (scores[scored].amax() <= scores[scored].amin()).float(),
-            "val/num_eos_tokens": (response_mask & (responses == tokenizer.eos_token_id)).sum(),
-            "val/num_stop_token_ids": ended.sum() if len(end_ids) else 0,
-            "val/sequence_lengths": response_mask.sum(1).float().mean(),
         }
         shown = rows, responses, read_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
-        if run.is_eval_due(update):
-            eval_metrics, eval_shown = evaluate(
-                policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator
-            )
-            metrics |= eval_metrics
-            shown = eval_shown or shown
-        run.log(update, metrics, shown)
+        run.log(update, metrics, shown, evaluation)
         if args.adaptive_kl:
             # This comes last: the batch's rewards and metrics used the old coefficient. [PPO-16]
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], mean_kl.item(), args.kl_target, args.kl_horizon, B)

@@ -40,9 +40,7 @@ from rlhf_details.utils import EVALUATION
 @dataclass
 class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     exp_name: str = "train_sft"
-    """part of the run's name"""
     output_dir: str = "models/sft"
-    """folder of the trained model"""
 
     # data
     dataset: str = "toy"

@@ -180,35 +180,6 @@ def name_of_cache(model):
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-class NextToken(nn.Module):
-    """A causal language model as `sample` calls it, at temperature 1."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens, mask, positions, index, cache):
-        """Args: tokens, mask, positions [N, L]; index [C], the columns to read. Returns: logits [N, C, V]."""
-        inputs = dict(attention_mask=mask, position_ids=positions) | {name_of_cache(self.model): cache}
-        return self.model(tokens, **inputs).logits[:, index].float()
-
-
-def sample_rows(policy, prompts, n, response_length, stop_ids, key, progress=iter):
-    """n responses to each prompt, as lists of token ids, the n of a prompt adjacent.
-
-    Args: policy, stop_ids and key as for `sample`; prompts, lists of token ids; progress(slices) -> slices.
-    """
-    device = next(policy.parameters()).device
-    queries, query_mask = left_pad([ids for ids in prompts for _ in range(n)], device)  # [B, Q]
-    episodes, size, found = torch.arange(len(queries), device=device), 128 * n, []
-    for m in progress(slices(len(queries), size)):
-        responses, mask, _ = sample(
-            policy, queries[m], query_mask[m], episodes[m], 1, response_length, stop_ids, key, size
-        )  # [at most size, R]
-        found += [ids[real].tolist() for ids, real in zip(responses, mask, strict=True)]
-    return found
-
-
 def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, size, room=None):
     """A response to each query, token by token from softmax(logits / T), without top-k, top-p or a generation_config.
 
@@ -281,16 +252,12 @@ def additive(visible):
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-def widest_float(device):
-    """The widest float of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
-
-
 class Means:
     """Named means over all that is added on all processes."""
 
     def __init__(self, device):
-        self.device, self.dtype = device, widest_float(device)
+        self.device = device
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64.
         self.sums, self.highest = {}, {}  # {name: [sum, count]}, {name: highest entry}
 
     def add(self, entries, mask=None):

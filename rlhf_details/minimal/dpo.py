@@ -48,7 +48,7 @@ def main(comparisons=3072):
     tokenizer = AutoTokenizer.from_pretrained(sft_folder)
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
     key = seed, utils.REWARD_DATA, utils.TRAINING  # of the noise
-    train = toy.comparisons("train", comparisons, utils.NextToken(policy), tokenizer, key, R)
+    train = toy.comparisons("train", comparisons, toy.NextToken(policy), tokenizer, key, R)
     reference = copy.deepcopy(policy)  # [MODEL-4]
     optimizer = torch.optim.AdamW(
         policy.parameters(), eps=1e-5, weight_decay=0.01

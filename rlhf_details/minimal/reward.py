@@ -39,7 +39,7 @@ def main(comparisons=3072):
     tokenizer = AutoTokenizer.from_pretrained(sft_folder)
     policy = AutoModelForCausalLM.from_pretrained(sft_folder).to(device).eval()  # without dropout [MODEL-1]
     key = seed, utils.REWARD_DATA, utils.TRAINING  # of the noise
-    train = toy.comparisons("train", comparisons, utils.NextToken(policy), tokenizer, key, R)
+    train = toy.comparisons("train", comparisons, toy.NextToken(policy), tokenizer, key, R)
     torch.manual_seed(seed)  # The library draws a head, so what the one below gets depends on the library too. [RM-2]
     reward_model = AutoModelForSequenceClassification.from_pretrained(sft_folder, num_labels=1).eval()
     torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(reward_model.config.hidden_size + 1))  # [RM-1]

@@ -118,7 +118,7 @@ def test_rm_6_scores_are_fp32_under_bf16(page):
 
 # ---- the layout that a run chooses -----------------------------------------------------------------------------------
 def choose(policy_model, reward_model=None, **changes):
-    """The Packing of k = 4, micro-batches of 4 and 8 for sampling, with the functions of train_rloo."""
+    """The packing of k = 4, micro-batches of 4 and 8 for sampling, with the functions of train_rloo."""
     args = dict(micro_batch_size=4, rollout_micro_batch_size=8, share_prompts=True, response_length=3)
     reward_model = train_rloo.Reward(reward_model) if reward_model else None
     prompts = [SimpleNamespace(ids=list(range(n))) for n in (3, 11, 5)]
@@ -130,7 +130,7 @@ def choose(policy_model, reward_model=None, **changes):
 @pytest.mark.parametrize("kind", PACKED)
 def test_ordinary_layers_are_packed(models, kind, capsys):
     reward = tiny_reward(kind) if kind in ("gpt2", "gpt_neox", "llama", "qwen2") else None
-    assert choose(models(kind), reward) == packing.Packing(4, 4, 4)
+    assert choose(models(kind), reward) == (4, 4, 4)
     assert "packed rows" in capsys.readouterr().out
 
 
@@ -154,7 +154,7 @@ ONE = dict(micro_batch_size=1, rollout_micro_batch_size=1)
 def test_rows_are_plain_where_a_model_or_the_user_wants_them(models, policy, reward, changes, expected, why, capsys):
     """test_gen_7_... compares the plain rows of these architectures with single forwards."""
     found = choose(models(policy), reward and tiny_reward(reward), **changes)
-    assert found == packing.Packing(*expected)
+    assert found == expected
     assert not why or capsys.readouterr().out.startswith(f"plain rows, one response each: {why}")
 
 
@@ -175,6 +175,6 @@ def test_rloo_12_a_window_that_the_configuration_hides_is_found_by_the_numbers(b
         return real(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
 
     model.forward = windowed
-    assert choose(policy, reward) == packing.Packing(1, 4, 1)
+    assert choose(policy, reward) == (1, 4, 1)
     said = "(ValueError: a mask of two dimensions, please)" if broken == "no packing" else "differ by"
     assert said in capsys.readouterr().out

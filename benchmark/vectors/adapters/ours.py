@@ -15,7 +15,7 @@ from rlhf_details import (
     train_rloo,
     utils,
 )
-from rlhf_details.plumbing.machine import samplers
+from rlhf_details.plumbing.machine import rewards, samplers
 
 PACKAGE, REPLACED = "rlhf_details", []
 
@@ -36,9 +36,7 @@ def grpo_advantages(scores, k, scale, eps):
 
 def in_equal_group(scores, k):
     scores, scored = known(scores)
-    found = [page.in_equal_group(scores, k, scored) for page in (train_rloo, train_grpo)]
-    assert torch.equal(*found)
-    return {"equal": found[0]}
+    return {"equal": rewards.in_equal_group(scores, k, scored)}
 
 
 def has_sibling(scores, k):

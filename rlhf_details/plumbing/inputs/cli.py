@@ -24,6 +24,7 @@ from rlhf_details.plumbing.inputs import data_files, flags, models
 HELP = "-h", "--help"
 OPTIONS = dict(use_underscores=True, console_outputs=console.is_main())  # tyro's
 MAY_BE_ZERO = "seed eval_every num_sample_generations truncate_after checkpoint_every".split()
+AT_MOST_1 = "warmup_ratio gamma lam on_policy_share".split()
 
 
 def main(function, args_class):
@@ -169,8 +170,17 @@ def check_numbers(args):
             console.fail(f"--{name} {value}: must be finite and {'above 0' if above_zero else 'not negative'}")
     if args.seed >= 2**31:
         console.fail(f"--seed {args.seed}: must be below 2^31 = {2**31}")
-    if getattr(args, "warmup_ratio", 0) > 1:
-        console.fail(f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+    for name in AT_MOST_1:
+        if (value := getattr(args, name, 0)) > 1:
+            console.fail(f"--{name} {value}: must be at most 1")
+
+
+def check_batch_size(args, *names):
+    """Exits with an error if the batch cannot be divided by the product of these flags and the number of processes."""
+    unit = math.prod(getattr(args, name) for name in names) * console.world_size()
+    if args.batch_size % unit:
+        product = " * ".join([*names, "processes"])
+        console.fail(f"--batch_size {args.batch_size}: not divisible by {product} = {unit}")
 
 
 def check_template(args):

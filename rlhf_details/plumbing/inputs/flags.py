@@ -31,7 +31,7 @@ class RunArgs:
 
     # run
     exp_name: str = "train"
-    """name of the experiment, part of the run's name"""
+    """part of the run's name"""
     seed: int = 1
     """seed of everything random"""
     track: bool = False

@@ -60,4 +60,4 @@ def sample(args, accelerator, prompts, purpose, stop_ids):
     """
     policy, key = load_sampled(args, accelerator, purpose)
     with accelerator.autocast():
-        return utils.sample_rows(policy, prompts, 1, args.response_length, stop_ids, key, progress)
+        return toy.sample_rows(policy, prompts, 1, args.response_length, stop_ids, key, progress)

@@ -5,8 +5,6 @@ Packed rows compute a prompt once for its responses. They need a model that take
 This is looked up in its configuration, and then tried out on two made-up prompts.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from rlhf_details import utils
@@ -14,17 +12,10 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import models
 
 
-class Packing(NamedTuple):
-    """n responses to a prompt in a row and `size` episodes in a forward, and how many in a row the sampler has."""
-
-    n: int
-    size: int
-    rollout_n: int
-
-
 def choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores):
-    """The Packing of a run; one line says which rows it uses, and why.
+    """(n, size, rollout_n): n responses to a prompt share a row, and rollout_n in sampling; a forward takes `size`.
 
+    One line says which rows a run has, and why.
     Args: k, the responses to a prompt; policy, reward_model (or None), modules of the page; prompts, data.Prompts;
     response_logprobs and response_scores, the page's functions of (module, batch, n).
     """
@@ -33,10 +24,10 @@ def choose(args, k, policy, reward_model, prompts, response_logprobs, response_s
     page = policy, reward_model, response_logprobs, response_scores
     if why := why_plain(args, max(n, rollout_n), prompts, *page):
         console.say(f"plain rows, one response each: {why}")
-        return Packing(1, args.micro_batch_size, 1)
+        return 1, args.micro_batch_size, 1
     when = f"{n} of its {k} responses, and for {rollout_n} in sampling"
     console.say(f"packed rows: a prompt is computed once for {when}; they give the same numbers as plain rows")
-    return Packing(n, size, rollout_n)
+    return n, size, rollout_n
 
 
 def largest(k, size):

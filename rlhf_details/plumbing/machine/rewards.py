@@ -213,6 +213,13 @@ def end_if_any(accelerator, faults):
         console.leave(1)
 
 
+def in_equal_group(scores, k, scored):
+    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
+    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
+    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
+    return (highest <= lowest).repeat_interleave(k)
+
+
 # ---- all rewards of a run --------------------------------------------------------------------------------------------
 class Scorer:
     """Called with responses, and what the page's reward model says of them, it returns what each reward says.
@@ -372,6 +379,20 @@ class Scorer:
             found["verifiable_correct_rate"] = torch.cat([columns[name] for name in self.boolean])
         found |= {name: columns[name] for name in self.watched}
         return {prefix + name: x.mean().item() for name, x in found.items() if len(x)}
+
+    def metrics(self, values, scores, scored, ended, batch, k):
+        """{metric: figure} that pages share, of a gathered batch: what each reward says, and counts of responses.
+
+        Args: values [B, F]; scores, scored, ended [B]; batch, whose response_mask says what the policy wrote; k.
+        """
+        is_equal = in_equal_group(scores, k if k > 1 else len(scores), scored)  # k = 1: one group
+        return self.by_name(values, "objective/") | {
+            "val/abstained": 1 - scored.float().mean(),
+            "val/equal_scores": is_equal.float().mean(),
+            "val/num_eos_tokens": (batch.response_mask & (batch.responses == self.tokenizer.eos_token_id)).sum(),
+            "val/num_stop_token_ids": ended.sum() if len(self.stop_ids) else 0,
+            "val/sequence_lengths": batch.response_mask.sum(1).float().mean(),
+        }
 
     def columns(self, values):
         """{name: entries, on the CPU} of values [N, F], where a reward applies and does not abstain."""

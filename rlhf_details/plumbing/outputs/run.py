@@ -154,13 +154,18 @@ class Run:
         every = getattr(self.args, "eval_every", 0)
         return update == self.num_updates or (every > 0 and update % every == 0)
 
-    def log(self, update, metrics, samples=None):
+    def log(self, update, metrics=None, samples=None, evaluation=None):
         """Writes one row of metrics everywhere, says what looks unhealthy in it, and shows samples where these are due.
 
-        Args: update, 0 before training; metrics, {name: number or tensor of one number}, where {} logs nothing;
+        Args: update, 0 before training; metrics, {name: number or tensor of one number}, where none log nothing;
         samples, None or (list of N prompts, responses and their mask [N, R], ended, scores and kl [N], and of
-        trajectories the action_mask [N, R]).
+        trajectories the action_mask [N, R]); evaluation, a function of nothing that returns such metrics and samples
+        of the held-out rows. Where there are any and it is due, its metrics are added, and its samples shown.
         """
+        held_out = self.inputs[0]
+        if evaluation and held_out and (update == 0 or self.is_eval_due(update)):
+            found, samples = evaluation()
+            metrics = (metrics or {}) | found
         if not metrics:
             return
         row = {"update": update, "episode": update * self.args.batch_size}
