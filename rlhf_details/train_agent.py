@@ -108,9 +108,8 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     """clip the gradient's global norm; None: only log it"""
 
 
-# cli.main takes these in place of the defaults above, where no flag and no --config says otherwise. A name is that of
-# an embedded task; without --dataset it is "toy-tools". A number is for other data, by the model's size: 20e6 for fewer
-# than 20 M parameters, 500e6 for 20 M to 500 M, and so on. docs/guides/1_your_data.md says where these values are from.
+# Presets replace the defaults above. Embedded tasks are looked up by name ("toy-tools" without --dataset), other data
+# by the smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
 presets = {
     "toy-tools": dict(
         eval_dataset="toy-tools:test",
@@ -148,9 +147,9 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool, None where nothing is padding; index [C], the columns whose
-        logits are read; labels [M, C], the tokens that these predict; cache, one of transformers, which is extended.
-        Returns: (log-probs, entropies), both [M, C] fp32, or without labels the logits / T [M, C, V] fp32.
+        Args: tokens, positions [M, L]; mask [M, L] bool, None without padding; index [C], the columns to read; labels
+        [M, C], the tokens that these predict; cache, of transformers, which grows.
+        Returns: (log-probs, entropies), both [M, C]; without labels the logits / T [M, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
         if labels is None:
@@ -243,8 +242,8 @@ def join(batch):
     """
     tokens = torch.cat([batch.queries, batch.responses], 1)  # [M, L]
     mask = torch.cat([batch.query_mask, batch.response_mask], 1)  # [M, L]
-    # The logits in the column before a token predict it. For the first token this is Q - 1. [GEN-7]
-    index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1  # [R]
+    # The column before a token predicts it. [GEN-7]
+    index = torch.arange(batch.responses.size(1), device=mask.device) + batch.queries.size(1) - 1
     return tokens, mask, utils.positions_from_mask(mask), index
 
 
@@ -306,11 +305,10 @@ def rloo_policy_loss(logprobs, mask, advantages):
 def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, accelerator):
     """One trajectory of each held-out prompt, sampled as in training, with the same noise each time, and its score.
 
-    Returns: ({"eval/objective/..": mean over the prompts}, episodes to show); call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    # Rows that pad all processes to the same count are dropped below.
-    episodes, rows = data.my_share(prompts, accelerator)
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -321,14 +319,13 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
     # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
     # for a number that is only logged.
     kl = (found.logprobs - ref_logprobs * found.action_mask).sum(1)  # [N / world]
-    *found, kl, rewards_of_each, scored = (
-        x[: len(prompts)] for x in accelerator.gather((*found, kl, rewards_of_each, scored))
-    )
-    found = Trajectories(*found)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, found.ended, args.missing_eos_penalty)
-    metrics, shown = score.held_out(rewards_of_each, scored, prompts, *found[:2], found.ended, scores, kl)
-    return metrics | environments.metrics(found, "eval/objective/", "length"), (*shown, found.action_mask)
+    metrics, shown = score.held_out(
+        prompts, rewards_of_each, scored, *found[:2], found.ended, scores, kl, found.action_mask
+    )
+    _, _, response_mask, ended, _, _, action_mask = shown
+    return metrics | environments.metrics(response_mask, action_mask, ended, "eval/objective/", "length"), shown
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -455,7 +452,7 @@ def main(args: Args):
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         batch = batch._replace(response_mask=action_mask)
         metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, found.ended, batch, k)
-        metrics |= weight_metrics | environments.metrics(found, "val/", "sequence_lengths")
+        metrics |= weight_metrics | environments.metrics(*found[1:3], found.ended, "val/", "sequence_lengths")
         metrics |= {
             "epoch": update * (B // k) / len(prompts),
             "lr": lr,

@@ -282,11 +282,10 @@ def is_sampled(update, share):
 def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time. Its score is -KL.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    # Rows that pad all processes to the same count are dropped below.
-    episodes, rows = data.my_share(prompts, accelerator)
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -295,10 +294,8 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
         teacher_logprobs, _ = in_slices(response_logprobs, teacher, for_teacher(rows, batch), args.micro_batch_size)
         rewards_of_each, scored = score(rows, batch)  # [N / world, F], [N / world]
     kl = (logprobs - teacher_logprobs).sum(1)  # [N / world], from the sampler's log-probs
-    gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
-    responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
-    return score.held_out(rewards_of_each, scored, prompts, responses, response_mask, ended, -kl, kl)
+    return score.held_out(prompts, rewards_of_each, scored, responses, response_mask, ended, -kl, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

@@ -417,11 +417,10 @@ def has_group(scored, k):
 def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    # Rows that pad all processes to the same count are dropped below.
-    episodes, rows = data.my_share(prompts, accelerator)
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -431,13 +430,11 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
         model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size, 1) if reward_model else []
         rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
     kl = (logprobs - ref_logprobs).sum(1)  # [N / world], from the sampler's log-probs
-    gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
-    responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
     scores = overlong_scores(scores, response_mask, args.soft_overlong)
-    return score.held_out(rewards_of_each, scored, prompts, responses, response_mask, ended, scores, kl)
+    return score.held_out(prompts, rewards_of_each, scored, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -464,8 +461,8 @@ def clipping_and_normalization(args):
     Source: arXiv 2402.03300 with DAPO's mean over tokens (2503.14476); GSPO: 2507.18071, section 5.1; CISPO: 2506.13585
     for the mean, TRL's documentation for the bound.
     """
-    own = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (None, 4.0, "token")}[args.objective]
-    low, high, normalization = own
+    published = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (None, 4.0, "token")}
+    low, high, normalization = published[args.objective]
     if args.cliprange is not None:  # of both sides
         low = high = args.cliprange
     if args.cliprange_high is not None:
@@ -572,7 +569,7 @@ def main(args: Args):
         # The score of a response that was cut off says little. [GRPO-7]
         is_kept = learns & ended if args.mask_truncated else learns  # [B]
         # Tokens without an advantage only make the mean's gradient smaller. [GRPO-8]
-        is_kept = is_kept & ~rewards.in_equal_group(scores, k, scored) if args.mask_equal else is_kept
+        is_kept = is_kept & ~utils.in_equal_group(scores, k, scored) if args.mask_equal else is_kept
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
         if args.objective == "gspo":  # Its action is the response.
             advantages = advantages.squeeze(1)  # [B]

@@ -367,7 +367,7 @@ def shape_scores(scores, moments, scaling, norm, clip):
 def kl_penalty(logprobs, ref_logprobs, kind):
     """What each sampled token pays, [B, R], from d = log p - log p_ref. ("full" is full_kl.)
 
-    The means of "kl", "full" and "k3" are the KL, but as a reward only "kl" follows the KL's gradient.
+    The means of "kl", "full" and "k3" are the KL.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]
@@ -458,11 +458,10 @@ def mean_and_variance(x, mask):
 def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    # Rows that pad all processes to the same count are dropped below.
-    episodes, rows = data.my_share(prompts, accelerator)
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -474,11 +473,9 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
         model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size) if reward_model else []
         rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
     kl = (logprobs - ref_logprobs).sum(1)  # [N / world], from the sampler's log-probs
-    gathered = accelerator.gather((responses, read_mask, ended, kl, rewards_of_each, scored))
-    responses, read_mask, ended, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    return score.held_out(rewards_of_each, scored, prompts, responses, read_mask, ended, scores, kl)
+    return score.held_out(prompts, rewards_of_each, scored, responses, read_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -504,8 +501,7 @@ def main(args: Args):
     check(args)
     accelerator = engines.start(args)  # for one process, DDP, FSDP2 or DeepSpeed
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    B, R = args.batch_size, args.response_length
-    size = args.micro_batch_size
+    B, R, size = args.batch_size, args.response_length, args.micro_batch_size
     episodes = torch.arange(B, device=device)  # [B], the numbers of an update's episodes
     mine = slice(rank * B // world, (rank + 1) * B // world)  # those of this process
 

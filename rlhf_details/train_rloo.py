@@ -336,11 +336,10 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
 def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show). Call it on every process.
+    Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    # Rows that pad all processes to the same count are dropped below.
-    episodes, rows = data.my_share(prompts, accelerator)
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -350,12 +349,10 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
         model_scores = in_slices(response_scores, reward_model, batch, args.micro_batch_size, 1) if reward_model else []
         rewards_of_each, scored = score(rows, batch, *model_scores)  # [N / world, F], [N / world]
     kl = (logprobs - ref_logprobs).sum(1)  # [N / world], from the sampler's log-probs
-    gathered = accelerator.gather((responses, response_mask, kl, rewards_of_each, scored))
-    responses, response_mask, kl, rewards_of_each, scored = (x[: len(prompts)] for x in gathered)
     ended = has_stopped(responses, response_mask, stop_ids)
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)
-    return score.held_out(rewards_of_each, scored, prompts, responses, response_mask, ended, scores, kl)
+    return score.held_out(prompts, rewards_of_each, scored, responses, response_mask, ended, scores, kl)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

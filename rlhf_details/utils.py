@@ -40,6 +40,13 @@ def masked_whiten(x, mask, shift_mean=True):
     return (whitened if shift_mean else whitened + mean + first) * mask
 
 
+def in_equal_group(scores, k, scored):
+    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
+    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
+    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
+    return (highest <= lowest).repeat_interleave(k)
+
+
 def left_pad(rows, device=None):
     """Lists of token ids -> (tokens [B, L] int64, mask [B, L] bool), padded on the left with token 0."""
     width = max(map(len, rows))

@@ -71,7 +71,7 @@ def test_agt_1_and_3_the_mask_is_of_what_the_policy_wrote_with_the_end_of_each_t
     # Behind the end there is nothing, and observations have no log-prob.
     assert not found.responses[~found.response_mask].any() and not found.logprobs[~found.action_mask].any()
     assert (found.logprobs[found.action_mask] == -0.5).all()
-    metrics = environments.metrics(found, "val/", "sequence_lengths")
+    metrics = environments.metrics(*found[1:3], found.ended, "val/", "sequence_lengths")
     assert metrics["val/turns"] == 2 and metrics["val/sequence_lengths"] == (10 + 3) / 2
     assert metrics["val/observation_tokens"] == 7 / 2 and metrics["val/ran_out"] == 0
 
@@ -110,7 +110,7 @@ def test_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
         found, _, calls = play(WORDS, rows, turns, response_length=R)
         assert found.response_mask.sum() == words and not found.ended.any(), R
         assert bool(found.action_mask[0, words - 1]) and max(room.max() for *_, room in calls) == R
-    assert environments.metrics(found, "", "length")["ran_out"] == 1
+    assert environments.metrics(*found[1:3], found.ended, "", "length")["ran_out"] == 1
     # Who ends the episode while the last turn stands has ended it.
     rows = rows_of(WORDS, ["the red box ?"], said=[["red is 3 4 ;"]])
     assert play(WORDS, rows, [[ids("ask red ;"), ids("say 3 4 ;")]], max_turns=2)[0].ended.all()

@@ -15,7 +15,7 @@ from rlhf_details import (
     train_rloo,
     utils,
 )
-from rlhf_details.plumbing.machine import rewards, samplers
+from rlhf_details.plumbing.machine import samplers
 
 PACKAGE, REPLACED = "rlhf_details", []
 
@@ -36,7 +36,7 @@ def grpo_advantages(scores, k, scale, eps):
 
 def in_equal_group(scores, k):
     scores, scored = known(scores)
-    return {"equal": rewards.in_equal_group(scores, k, scored)}
+    return {"equal": utils.in_equal_group(scores, k, scored)}
 
 
 def has_sibling(scores, k):

@@ -126,15 +126,15 @@ def as_text(messages):
     return messages and "\n".join(message["content"] for message in messages)
 
 
-def metrics(found, prefix, length):
+def metrics(response_mask, action_mask, ended, prefix, length):
     """{metric: mean} of a page's Trajectories; length, the name of the number of the policy's own tokens."""
-    own = found.action_mask.sum(1)
+    own = action_mask.sum(1)
     # A turn begins where the policy writes behind something else. An empty observation does not part two turns.
-    begins = found.action_mask[:, 1:] & ~found.action_mask[:, :-1]
+    begins = action_mask[:, 1:] & ~action_mask[:, :-1]
     means = {
         length: own,
-        "observation_tokens": found.response_mask.sum(1) - own,
+        "observation_tokens": response_mask.sum(1) - own,
         "turns": 1 + begins.sum(1),
-        "ran_out": ~found.ended,
+        "ran_out": ~ended,
     }
     return {prefix + name: x.float().mean().item() for name, x in means.items()}

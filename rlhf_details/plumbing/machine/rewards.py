@@ -213,13 +213,6 @@ def end_if_any(accelerator, faults):
         console.leave(1)
 
 
-def in_equal_group(scores, k, scored):
-    """Whether each response [B] is in a group of k whose scores are equal, ignoring unscored ones."""
-    highest = scores.masked_fill(~scored, -math.inf).reshape(-1, k).amax(1)
-    lowest = scores.masked_fill(~scored, math.inf).reshape(-1, k).amin(1)
-    return (highest <= lowest).repeat_interleave(k)
-
-
 # ---- all rewards of a run --------------------------------------------------------------------------------------------
 class Scorer:
     """Called with responses, and what the page's reward model says of them, it returns what each reward says.
@@ -385,7 +378,7 @@ class Scorer:
 
         Args: values [B, F]; scores, scored, ended [B]; batch, whose response_mask says what the policy wrote; k.
         """
-        is_equal = in_equal_group(scores, k if k > 1 else len(scores), scored)  # k = 1: one group
+        is_equal = utils.in_equal_group(scores, k if k > 1 else len(scores), scored)  # k = 1: one group
         return self.by_name(values, "objective/") | {
             "val/abstained": 1 - scored.float().mean(),
             "val/equal_scores": is_equal.float().mean(),
@@ -398,16 +391,19 @@ class Scorer:
         """{name: entries, on the CPU} of values [N, F], where a reward applies and does not abstain."""
         return {name: x[~x.isnan()] for name, x in zip(self.names, values.cpu().unbind(1), strict=True)}
 
-    def held_out(self, values, scored, prompts, responses, mask, ended, scores, kl):
+    def held_out(self, prompts, *found):
         """What a page's `evaluate` returns: ({"eval/objective/..": mean over the prompts}, the episodes as Run.log's).
 
-        Args, all gathered: values [N, F]; prompts, a list of N; responses, mask [N, R]; scored, ended, scores, kl [N].
+        Args: prompts, a list of N; found, of data.my_share on this process: values [.., F]; scored [..]; responses,
+        mask [.., R]; ended, scores, kl [..]; perhaps action_mask [.., R]. All processes' are gathered here.
         """
+        gathered = (x[: len(prompts)] for x in self.accelerator.gather(found))  # without the filler
+        values, scored, responses, mask, ended, scores, kl, *more = gathered
         found = {"kl": kl, "length": mask.sum(1).float(), "ended": ended.float()}
         spread = {"gold_std": self.columns(values).get("gold", ())}
         if hasattr(self.args, "reward_fn_weights"):  # A page with a teacher has no scores.
             found, spread = {"scores": scores[scored]} | found, spread | {"scores_std": scores[scored]}
         metrics = {name: x.mean().item() for name, x in found.items()} | self.by_name(values)
         metrics |= {name: x.std(correction=0).item() for name, x in spread.items() if len(x)}
-        shown = prompts, responses, mask, ended, scores.masked_fill(~scored, math.nan), kl
+        shown = prompts, responses, mask, ended, scores.masked_fill(~scored, math.nan), kl, *more
         return {f"eval/objective/{name}": x for name, x in metrics.items()}, shown
