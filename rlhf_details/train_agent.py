@@ -430,15 +430,14 @@ def main(args: Args):
         policy.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         num_actions = is_action.sum()  # of the whole batch, over all processes
-        micro_batches = episodes[mine].split(size)
-        for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
-            with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
-                # The policy is trained on what it wrote, and not on what it read. [AGT-1]
-                losses = rloo_policy_loss(logprobs, action_mask[m], advantages[m])  # [M]
-                # Dividing by the whole batch's count makes micro-batches add up to its gradient. [OPT-5]
-                loss = losses.sum() / num_actions.clamp(min=1)
-                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+        micro_batches = utils.split(batch, episodes[mine].split(size))
+        for m, micro_batch in engines.accumulate(accelerator, policy, micro_batches):  # m: its episodes
+            logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
+            # The policy is trained on what it wrote, and not on what it read. [AGT-1]
+            losses = rloo_policy_loss(logprobs, action_mask[m], advantages[m])  # [M]
+            # Dividing by the whole batch's count makes micro-batches add up to its gradient. [OPT-5]
+            loss = losses.sum() / num_actions.clamp(min=1)
+            accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"loss/policy_avg": losses}, is_action[m])
             means.add({"policy/entropy_avg": entropies}, action_mask[m])  # not of observations
             means.add_max("val/logprob_gap", ((logprobs - found.logprobs[m]) * action_mask[m]).abs())

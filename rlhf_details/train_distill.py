@@ -416,21 +416,21 @@ def main(args: Args):
         policy.train()  # Gradient checkpointing needs it.
         means, divergences = utils.Means(device), []
         num_actions = response_mask.sum()  # over all processes
-        micro_batches = episodes[mine].split(size)
-        teacher_batches = utils.split(for_teacher(rows, batch), micro_batches) if is_jsd else ()
-        for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
-            with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                if is_jsd:
-                    with torch.no_grad(), accelerator.autocast():
-                        states = teacher(*join(utils.trim(teacher_batches[i][1])))  # [M, width, H]
-                    logprobs, entropies, losses = response_logprobs(policy, micro_batch, compare=compare, states=states)
-                else:
-                    logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
-                    losses = distill_policy_loss(logprobs, advantages[m])
-                    means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
-                # Dividing by the whole batch's count makes micro-batches add up to its gradient. [OPT-5]
-                loss = losses.sum() / num_actions
-                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+        parts = episodes[mine].split(size)
+        micro_batches = utils.split(batch, parts)
+        teacher_batches = utils.split(for_teacher(rows, batch), parts) if is_jsd else ()
+        for i, (m, micro_batch) in enumerate(engines.accumulate(accelerator, policy, micro_batches)):  # m: its episodes
+            if is_jsd:
+                with torch.no_grad(), accelerator.autocast():
+                    states = teacher(*join(utils.trim(teacher_batches[i][1])))  # [M, width, H]
+                logprobs, entropies, losses = response_logprobs(policy, micro_batch, compare=compare, states=states)
+            else:
+                logprobs, entropies = response_logprobs(policy, micro_batch)  # [M, R]
+                losses = distill_policy_loss(logprobs, advantages[m])
+                means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
+            # Dividing by the whole batch's count makes micro-batches add up to its gradient. [OPT-5]
+            loss = losses.sum() / num_actions
+            accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             divergences.append(losses.detach().sum(1))  # [M], for jsd
             means.add({"loss/policy_avg": losses, "policy/entropy_avg": entropies}, response_mask[m])
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)

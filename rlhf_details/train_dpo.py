@@ -313,15 +313,14 @@ def main(args: Args):
         policy.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         micro_batches = [list(mine[m]) for m in utils.slices(len(mine), size)]
-        for i, m in enumerate(micro_batches):
+        for m in engines.accumulate(accelerator, policy, micro_batches):
             best = torch.tensor([train[j].best for j in m], device=device)  # [M]
-            with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                rows = [row for j in m for row in candidate_rows(train[j])]
-                logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
-                losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
-                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                loss = losses.sum() / B
-                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+            rows = [row for j in m for row in candidate_rows(train[j])]
+            logprobs, lengths = (x.reshape(len(m), -1) for x in completion_logprobs(policy, rows, device))  # [M, K]
+            losses, metrics = losses_and_metrics(logprobs, references[m], lengths, best, args)
+            # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+            loss = losses.sum() / B
+            accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             # At the first step all scores are 0, and rounding alone decides what counts as right.
             means.add({"train/dpo/loss": losses} | metrics)
         norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run)

@@ -588,24 +588,23 @@ def main(args: Args):
             for number, minibatch in enumerate(shuffled.chunk(args.num_mini_batches)):
                 # Both count over all processes.
                 num_actions, num_responses = is_action[minibatch].sum(), learns[minibatch].sum()
-                micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
-                    with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
-                        # With one step the ratio is exactly 1, and rounding cannot trigger the clip. [RLOO-7]
-                        old = logprobs.detach() if one_step else old_logprobs[m]
-                        losses, logratio, clipped = policy_loss(
-                            logprobs, old, response_mask[m], advantages[m], low, high
-                        )  # [M, R]
-                        kl_losses = kl_estimates(logprobs, ref_logprobs[m])  # [M, R], 0 at padding
-                        if args.kl_times_ratio:
-                            kl_losses = kl_losses * logratio.exp()
-                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        weights = loss_weights(is_action[m], num_responses, num_actions, normalization)
-                        # An action's distribution is paid for being wide. [GRPO-10]
-                        bonus = state["entropy_coef"] * entropies
-                        loss = ((losses + args.kl_coef * kl_losses - bonus) * weights).sum()
-                        accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+                micro_batches = utils.split(batch, minibatch.chunk(world)[rank].split(size))
+                for m, micro_batch in engines.accumulate(accelerator, policy, micro_batches):  # m: its episodes
+                    logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
+                    # With one step the ratio is exactly 1, and rounding cannot trigger the clip. [RLOO-7]
+                    old = logprobs.detach() if one_step else old_logprobs[m]
+                    losses, logratio, clipped = policy_loss(
+                        logprobs, old, response_mask[m], advantages[m], low, high
+                    )  # [M, R]
+                    kl_losses = kl_estimates(logprobs, ref_logprobs[m])  # [M, R], 0 at padding
+                    if args.kl_times_ratio:
+                        kl_losses = kl_losses * logratio.exp()
+                    # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                    weights = loss_weights(is_action[m], num_responses, num_actions, normalization)
+                    # An action's distribution is paid for being wide. [GRPO-10]
+                    bonus = state["entropy_coef"] * entropies
+                    loss = ((losses + args.kl_coef * kl_losses - bonus) * weights).sum()
+                    accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
                         "loss/kl_avg": kl_losses,

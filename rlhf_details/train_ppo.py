@@ -625,21 +625,20 @@ def main(args: Args):
                 num_actions, num_states = action_mask[minibatch].sum(), state_mask[minibatch].sum()
                 share = minibatch.chunk(world)[rank]
                 # Rows of similar lengths share a micro-batch, which is as wide as its longest.
-                micro_batches = share[lengths[share].argsort(stable=True)].split(size)
-                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
-                    with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
-                        losses, logratio, clipped = ppo_policy_loss(
-                            logprobs, old_logprobs[m], action_mask[m], advantages[m], args.cliprange
-                        )
-                        value_losses, errors, value_clipped = ppo_value_loss(
-                            new_values, values[m], returns[m], state_mask[m], args.cliprange_value
-                        )
-                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        loss = losses.sum() / num_actions.clamp(min=1)
-                        # The value loss is an average over states. [PPO-14]
-                        loss = loss + args.vf_coef * value_losses.sum() / num_states.clamp(min=1)
-                        accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+                micro_batches = utils.split(batch, share[lengths[share].argsort(stable=True)].split(size))
+                for m, micro_batch in engines.accumulate(accelerator, policy, micro_batches):  # m: its episodes
+                    logprobs, entropies, new_values = response_logprobs(policy, micro_batch)  # [M, R]
+                    losses, logratio, clipped = ppo_policy_loss(
+                        logprobs, old_logprobs[m], action_mask[m], advantages[m], args.cliprange
+                    )
+                    value_losses, errors, value_clipped = ppo_value_loss(
+                        new_values, values[m], returns[m], state_mask[m], args.cliprange_value
+                    )
+                    # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                    loss = losses.sum() / num_actions.clamp(min=1)
+                    # The value loss is an average over states. [PPO-14]
+                    loss = loss + args.vf_coef * value_losses.sum() / num_states.clamp(min=1)
+                    accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
                         "policy/approxkl_avg": 0.5 * logratio**2,  # of an action [LOG-3]

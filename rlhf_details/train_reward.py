@@ -292,15 +292,14 @@ def main(args: Args):
         reward.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         micro_batches = [mine[m] for m in utils.slices(len(mine), size)]
-        for i, micro_batch in enumerate(micro_batches):
+        for micro_batch in engines.accumulate(accelerator, reward, micro_batches):
             tokens, mask = utils.left_pad([row for c in micro_batch for row in c.candidates], device)  # [M * K, L]
             best = torch.tensor([comparison.best for comparison in micro_batch], device=device)  # [M]
-            with engines.accumulate(accelerator, reward, is_last=i + 1 == len(micro_batches)):
-                scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
-                losses = best_of_k_loss(scores, best)  # [M]
-                # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                loss = losses.sum() / B
-                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+            scores = reward(tokens, mask).reshape(-1, K)  # [M, K]
+            losses = best_of_k_loss(scores, best)  # [M]
+            # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+            loss = losses.sum() / B
+            accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"train/rm/loss": losses, "train/rm/accuracy": is_correct(scores, best)})
         norm = engines.clip_and_step(accelerator, reward, optimizer, args.max_grad_norm, run)
         run.lap("optimise")

@@ -478,18 +478,17 @@ def main(args: Args):
             shuffled = episodes.reshape(-1, k)[order].flatten()  # [B]
             for number, minibatch in enumerate(shuffled.chunk(args.num_mini_batches)):
                 num_actions = is_action[minibatch].sum()  # over all processes
-                micro_batches = minibatch.chunk(world)[rank].split(size)
-                for i, (m, micro_batch) in enumerate(utils.split(batch, micro_batches)):  # m: its episodes
-                    with engines.accumulate(accelerator, policy, is_last=i + 1 == len(micro_batches)):
-                        logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
-                        # With one step the ratio is exactly 1, and the gradient REINFORCE's, -A * grad log p. [RLOO-7]
-                        old = logprobs.detach() if one_step else old_logprobs[m]
-                        losses, logratio, clipped = rloo_policy_loss(
-                            logprobs, old, response_mask[m], advantages[m], args.cliprange
-                        )  # [M], or [M, R] where an action is a token
-                        # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
-                        loss = losses.sum() / num_actions.clamp(min=1)
-                        accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+                micro_batches = utils.split(batch, minibatch.chunk(world)[rank].split(size))
+                for m, micro_batch in engines.accumulate(accelerator, policy, micro_batches):  # m: its episodes
+                    logprobs, entropies = response_logprobs(policy, micro_batch, n)  # [M, R]
+                    # With one step the ratio is exactly 1, and the gradient REINFORCE's, -A * grad log p. [RLOO-7]
+                    old = logprobs.detach() if one_step else old_logprobs[m]
+                    losses, logratio, clipped = rloo_policy_loss(
+                        logprobs, old, response_mask[m], advantages[m], args.cliprange
+                    )  # [M], or [M, R] where an action is a token
+                    # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
+                    loss = losses.sum() / num_actions.clamp(min=1)
+                    accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
                     of_actions = {
                         "loss/policy_avg": losses,
                         "policy/approxkl_avg": 0.5 * logratio**2,  # of an action [LOG-3]

@@ -306,13 +306,12 @@ def main(args: Args):
         language_model.train()  # Gradient checkpointing needs it.
         means = utils.Means(device)
         micro_batches = torch.arange(B, device=device)[rank::world].split(size)
-        for i, m in enumerate(micro_batches):
-            with engines.accumulate(accelerator, language_model, is_last=i + 1 == len(micro_batches)):
-                losses = token_losses(language_model, [x[m] for x in batch])  # [T]
-                # Divide by the count of the whole minibatch. A mean per row or per micro-batch would give the tokens of
-                # short rows more weight. [SFT-3]
-                loss = losses.sum() / num_targets
-                accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
+        for m in engines.accumulate(accelerator, language_model, micro_batches):
+            losses = token_losses(language_model, [x[m] for x in batch])  # [T]
+            # Divide by the count of the whole minibatch. A mean per row or per micro-batch would give the tokens of
+            # short rows more weight. [SFT-3]
+            loss = losses.sum() / num_targets
+            accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
             means.add({"train/sft/loss": losses})
         norm = engines.clip_and_step(accelerator, language_model, optimizer, args.max_grad_norm, run)
         run.lap("optimise")

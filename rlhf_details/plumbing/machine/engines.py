@@ -218,15 +218,19 @@ def gathered(policy):
     return gather() if gather else policy
 
 
-def accumulate(accelerator, module, is_last):
-    """The context of a micro-batch's forward and backward. is_last: whether it is the last one of an optimiser step."""
-    rest(module)
-    if uses_deepspeed(accelerator):
-        module.set_gradient_accumulation_boundary(is_last)
-        return contextlib.nullcontext()
-    # Processes exchange their gradients once a step, after the last micro-batch. [OPT-7]
-    # FSDP2 does so after each one, since each process would keep all gradients until then.
-    return contextlib.nullcontext() if is_last or shards_weights(accelerator) else accelerator.no_sync(module)
+def accumulate(accelerator, module, micro_batches):
+    """Yields the micro-batches of an optimiser step, in the context that forward and backward of each need."""
+    context = contextlib.nullcontext()
+    for number, micro_batch in enumerate(micro_batches, 1):
+        rest(module)
+        is_last = number == len(micro_batches)
+        if uses_deepspeed(accelerator):
+            module.set_gradient_accumulation_boundary(is_last)
+        elif not shards_weights(accelerator):  # FSDP2 would keep all gradients until the last micro-batch.
+            # Processes exchange their gradients once a step, after the last micro-batch. [OPT-7]
+            context = contextlib.nullcontext() if is_last else accelerator.no_sync(module)
+        with context:
+            yield micro_batch
 
 
 def clip_and_step(accelerator, module, optimizer, max_grad_norm, run, number=None):
