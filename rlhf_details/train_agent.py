@@ -89,7 +89,7 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     rloo_k: int = 4
     """trajectories per prompt (k)"""
     total_episodes: int = 10_000
-    """trajectories to sample in the whole run; rounded up to whole batches"""
+    """trajectories sampled in the whole run, rounded up to whole batches"""
     batch_size: int = 64
     """episodes per update, over all processes (B)"""
 
@@ -316,9 +316,7 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
         batch = Batch(queries, query_mask, *found[:2])
         ref_logprobs, _ = in_slices(response_logprobs, reference, batch, args.micro_batch_size)
         rewards_of_each, scored = score(rows, batch, said=said)  # [N / world, F], [N / world]
-    # The KL is taken from the log-probs of what sampled. Those of --sampler vllm are a little off, which is good enough
-    # for a number that is only logged.
-    kl = (found.logprobs - ref_logprobs * found.action_mask).sum(1)  # [N / world]
+    kl = (found.logprobs - ref_logprobs * found.action_mask).sum(1)  # [N / world], from the sampler's log-probs
     scores = (rewards_of_each * score.weights).nansum(1)
     scores = missing_eos_scores(scores, found.ended, args.missing_eos_penalty)
     metrics, shown = score.held_out(
