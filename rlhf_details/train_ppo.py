@@ -367,7 +367,7 @@ def shape_scores(scores, moments, scaling, norm, clip):
 def kl_penalty(logprobs, ref_logprobs, kind):
     """What each sampled token pays, [B, R], from d = log p - log p_ref. ("full" is full_kl.)
 
-    The means of "kl", "full" and "k3" are the KL.
+    The means of "kl", "full" and "k3" are the KL, but as a reward only "kl" follows the KL's gradient.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]
