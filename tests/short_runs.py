@@ -155,8 +155,8 @@ def after_row(update, act):
     """Within it act(run) happens once the row of an update has been written."""
     real = Run.log
 
-    def log(self, number, *args):
-        real(self, number, *args)
+    def log(self, number, *args, **more):
+        real(self, number, *args, **more)
         if number == update:
             act(self)
 

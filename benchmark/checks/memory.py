@@ -35,8 +35,8 @@ def one(algorithm):
 
     sizes, log, script = {}, Run.log, {"rloo": train_rloo, "ppo": train_ppo}[algorithm]
 
-    def recording(self, step, *rest):
-        log(self, step, *rest)
+    def recording(self, step, *rest, **more):
+        log(self, step, *rest, **more)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         sizes[step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 

@@ -20,5 +20,6 @@ def test_the_other_tree_and_its_command_are_compared_with_this_one(in_tmp, monke
         script.write_text(FAKE.replace("SCALE", scale))
     monkeypatch.setattr(speed, "ROOT", in_tmp / "new")
     speed.main(speed.Args("train_fake.py", "train_fake.py --slow", tree="old", turns=2))
-    row = capsys.readouterr().out.splitlines()[-1]
+    *_, row, memory = capsys.readouterr().out.splitlines()
+    assert memory.startswith("| memory, GB | 0.") and memory.count(" .. ") == 3
     assert row == "| update | 2.000 (2.000 .. 2.000) | 12.000 (12.000 .. 12.000) | 6.000 (6.000 .. 6.000) |"

@@ -3,6 +3,7 @@ A command of train_rloo.py or train_grpo.py, carried out by TRL 1.16: the same m
 
     pip install --no-deps trl==1.16.0
     python examples/trl/by_trl.py train_rloo.py --total_episodes 6400 --run_name trl --output_dir models/trl
+    python examples/trl/by_trl.py train_grpo.py --config examples/smollm/grpo.toml --output_dir models/smollm_trl
 
 It writes runs/<run_name>/metrics.jsonl, with our names for what TRL logs and the seconds of an update, and the trained
 policy. `python benchmark/studies/study.py run trl` compares the curves, and benchmark/speed.py the seconds:
@@ -16,7 +17,6 @@ no position ids (rotary positions do not mind), and the reward function subtract
 import importlib
 import json
 import math
-import resource
 import sys
 import time
 from pathlib import Path
@@ -27,11 +27,13 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from rlhf_details.plumbing.inputs import cli, data, models
+from rlhf_details.plumbing.inputs import cli, data, models, token_ids
+from rlhf_details.plumbing.machine import rewards
 
 # What is not translated, with the one value that is taken.
-FIXED = dict(num_ppo_epochs=1, num_mini_batches=1, missing_eos_mode="subtract", warmup_ratio=0.0, reward_fn=())
+FIXED = dict(num_ppo_epochs=1, num_mini_batches=1, missing_eos_mode="subtract", warmup_ratio=0.0)
 FIXED |= dict(objective="grpo", token_level_kl=False, normalize_advantage=False, reward_clip_range=None)
+FIXED |= dict(reward_fn_format="text")
 LOSS_TYPES = {None: "dapo", "token": "dapo", "response": "grpo", "constant": "dr_grpo"}  # --loss_normalization
 
 
@@ -73,26 +75,45 @@ def config_of(args, is_grpo):
 
 
 class Score:
-    """A reward function of TRL: our reward model's score of the last token, less the penalty for a missing EOS."""
+    """A reward function of TRL: our reward model's score of the last token and our reward functions, weighted,
+    less the penalty for a missing EOS.
+    """
 
     __name__ = "score"
 
-    def __init__(self, args, tokenizer):
-        model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, dtype=torch.float32)
-        self.model, self.bias = model.eval(), getattr(model.config, "reward_bias", 0.0)
-        self.tokenizer, self.penalty, self.mean, self.tokens = tokenizer, args.missing_eos_penalty or 0.0, 0.0, 0
+    def __init__(self, args, tokenizer, rows):
+        self.model = None
+        if args.reward_model_path:
+            model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, dtype=torch.float32)
+            self.model, self.bias = model.eval(), getattr(model.config, "reward_bias", 0.0)
+        rewards.check(args)
+        self.functions = list(rewards.functions_of(args).values())
+        self.weights = args.reward_fn_weights or [1.0] * len(self.functions)
+        for function in self.functions:
+            function.find_columns(rows)
+        self.rows, self.tokenizer, self.penalty = rows, tokenizer, args.missing_eos_penalty or 0.0
+        self.mean, self.tokens = 0.0, 0
 
     @torch.no_grad()
-    def __call__(self, prompts, completions, completion_ids, **columns):
-        rows = [p + c for p, c in zip(self.tokenizer(prompts).input_ids, completion_ids, strict=True)]
+    def __call__(self, prompts, completions, completion_ids, row, **columns):
+        """row: the number of each completion's prompt."""
+        rows = [self.rows[i] for i in row]
+        scores = -self.penalty * torch.tensor([self.tokenizer.eos_token_id not in ids for ids in completion_ids])  # [B]
+        if self.model:
+            scores += self.of_model([row.ids + ids for row, ids in zip(rows, completion_ids, strict=True)])
+        texts = token_ids.decode_all(self.tokenizer, completion_ids)
+        for weight, function in zip(self.weights, self.functions, strict=True):
+            entries = function(rows, prompts=[row.text for row in rows], completions=texts)
+            scores += weight * torch.tensor(entries, dtype=torch.float32)
+        self.mean, self.tokens = scores.mean().item(), sum(map(len, completion_ids))
+        return scores.tolist()
+
+    def of_model(self, rows):
         tokens = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # [B, L]
         last = torch.tensor([len(row) - 1 for row in rows])  # [B]
         mask = torch.arange(tokens.size(1)) <= last.unsqueeze(1)
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
-        scores = self.model.score(hidden[torch.arange(len(rows)), last]).squeeze(-1) + self.bias  # [B]
-        scores -= self.penalty * torch.tensor([self.tokenizer.eos_token_id not in ids for ids in completion_ids])
-        self.mean, self.tokens = scores.mean().item(), sum(map(len, completion_ids))
-        return scores.tolist()
+        return self.model.score(hidden[torch.arange(len(rows)), last]).squeeze(-1) + self.bias  # [B]
 
 
 class Log(TrainerCallback):
@@ -116,7 +137,6 @@ class Log(TrainerCallback):
         kl = logs["kl"] * self.score.tokens / self.size  # TRL logs a token's, and we a response's.
         row = {"update": state.global_step, "episode": state.global_step * self.size}
         row |= {"objective/scores": self.score.mean, "objective/kl": kl, "time/update": self.seconds}
-        row |= {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         with self.path.open("a") as file:
             print(json.dumps(row), file=file)
 
@@ -129,12 +149,12 @@ def main(script, *words):
     texts = [tokenizer.decode(row.ids) for row in rows]
     if any(tokenizer(text).input_ids != row.ids for text, row in zip(texts, rows, strict=True)):
         sys.exit("error: TRL reads text, and would read other tokens than ours")
-    score = Score(args, tokenizer)
+    score = Score(args, tokenizer, rows)
     trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
         model=models.load_policy(args.sft_model_path, "--sft_model_path", args),
         reward_funcs=score,
         args=config_of(args, is_grpo),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        train_dataset=Dataset.from_list([{"prompt": text, "row": i} for i, text in enumerate(texts)]),
         processing_class=tokenizer,
         callbacks=[Log(args, score)],
     )

@@ -115,7 +115,8 @@ REFUSED = [  # what is spoilt, how, and words of the line
     ("policy", without_eos, "has no EOS token"),
     ("policy", of_kind("mamba2", **MAMBA), "a mamba2 cannot be sampled"),
     ("policy", of_kind("mixtral", **EXPERTS), "router_jitter_noise 0.1"),
-    *[("policy", ends(eos_token_id=x), "cannot be read ('<") for x in ("</s>", [[2]], {}, [None], [1, "x"])],
+    *[("policy", ends(eos_token_id=x), "cannot be read ('") for x in ("</s>", [[2]], {}, [None], [1, "x"], 1.5)],
+    ("policy", lambda x: (x / "generation_config.json").write_text("{"), "cannot be read (It looks like"),
     ("policy", adapters_on("./policy/"), "whose base must be the path of another model, not './policy/'"),
 ]
 

@@ -51,10 +51,10 @@ def test_no_update_leaves_a_graph_behind(ragged, in_tmp, monkeypatch, case):
     """Fault 34: a number kept without `detach` keeps its graph. Tensors with one are counted at each row."""
     alive, log = [], Run.log
 
-    def counting(self, update, *rest):
+    def counting(self, update, *rest, **more):
         gc.collect()
         alive.append(sum(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in gc.get_objects()))
-        log(self, update, *rest)
+        log(self, update, *rest, **more)
 
     monkeypatch.setattr(Run, "log", counting)
     gc.freeze()  # Objects from before are not looked at.

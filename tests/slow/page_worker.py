@@ -154,8 +154,8 @@ def one_run(spec, engine):
                 seen["sampled"][*key[2:], row] = tuple(tokens[real].tolist())
         return found
 
-    def dying_log(self, update, metrics, samples=None):
-        log(self, update, metrics, samples)
+    def dying_log(self, update, *rest, **more):
+        log(self, update, *rest, **more)
         if update == spec.get("die_after"):
             raise Died
 

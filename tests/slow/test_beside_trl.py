@@ -23,9 +23,11 @@ def by_trl(script, folder, flags=""):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("flags", ["", "--reward_model_path None --reward_fn mine.py:f"])
 @pytest.mark.parametrize("script", ["train_rloo.py", "train_grpo.py"])
-def test_trl_trains_by_our_command_and_logs_as_we_do(script, ragged, in_tmp):
-    code, said = by_trl(script, ragged)
+def test_trl_trains_by_our_command_and_logs_as_we_do(script, flags, ragged, in_tmp):
+    Path("mine.py").write_text("def f(completions, prompts): return [len(text) / 10 for text in completions]\n")
+    code, said = by_trl(script, ragged, flags)
     assert code == 0, said
     rows = [json.loads(line) for line in Path("runs/trl/metrics.jsonl").read_text().splitlines()]
     assert [(row["update"], row["episode"]) for row in rows] == [(1, 8), (2, 16)]

@@ -25,8 +25,8 @@ with open(f"pid{os.environ.get('RANK', 0)}", "w") as file:
     file.write(str(os.getpid()))
 script, values = json.loads(open(sys.argv[1]).read())
 log = Run.log
-def deadly(self, update, *args):
-    log(self, update, *args)
+def deadly(self, update, *args, **more):
+    log(self, update, *args, **more)
     if self.is_main and str(update) == os.environ.get("DIES_AFTER"):
         os.kill(os.getpid(), signal.SIGKILL)
 Run.log = deadly
@@ -111,9 +111,24 @@ def test_ctrl_c_leaves_a_checkpoint_though_the_reader_of_the_output_is_gone(tiny
     assert updates(tmp_path / "runs/run")[-1] == int(name)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
-def test_a_signal_to_the_launcher_of_two_or_to_one_of_them_leaves_a_checkpoint(tiny, tmp_path, rank):
-    file = written(tmp_path, tiny, "ppo-overlap", total_episodes=16 * 1000, checkpoint_every=0)
+POOL = """
+import multiprocessing, time
+kept = []
+def slow(text):
+    time.sleep(0.02)
+    return float(len(text))
+def f(prompts, completions):
+    kept or kept.append(multiprocessing.get_context("fork").Pool(2))
+    return kept[0].map(slow, completions)
+"""
+
+
+@pytest.mark.parametrize(("rank", "rewards"), [(None, ()), (1, ()), (None, ("mine.py:f",))])
+def test_a_signal_to_the_launcher_of_two_or_to_one_of_them_leaves_a_checkpoint(tiny, tmp_path, rank, rewards):
+    """The launcher sends it to a process and all that belong to its group, but not to the workers of a pool."""
+    (tmp_path / "mine.py").write_text(POOL)
+    options = dict(reward_fn=rewards, total_episodes=16 * 1000, checkpoint_every=0)
+    file = written(tmp_path, tiny, "ppo-overlap", **options)
     code, said = signalled(tmp_path, [*TORCHRUN, *file], signal.SIGTERM, rank=rank)
     assert code != 0 and "SIGTERM: stopped after update" in said, (tmp_path / "errors").read_text()
     (name,) = checkpoints(tmp_path / "runs/run")

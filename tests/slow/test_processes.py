@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import CHATML, OF_QWEN, bytes_and_words
-from helpers import assert_same_curves, launch, page_args, read_metrics, tiny_model
+from helpers import ROOT, assert_same_curves, launch, page_args, read_metrics, tiny_model
 from processes import run_under, spec_of, words_of
 from safetensors.torch import load_file
 from short_runs import write_rows
@@ -64,6 +64,22 @@ def test_a_pool_that_a_reward_keeps_ends_with_its_run(tiny, in_tmp, at_fault):
             return
         time.sleep(0.1)
     raise AssertionError("a worker is left after ten seconds")
+
+
+def test_a_pool_that_ends_before_its_workers_have_begun_keeps_no_run_waiting(tiny, in_tmp):
+    """As on a busy machine: a worker that is told to end begins only then."""
+    page = ROOT / "rlhf_details" / "train_rloo.py"
+    Path("late.py").write_text(
+        "import os, runpy, time\nos.register_at_fork(after_in_child=lambda: time.sleep(1))\n"
+        f"runpy.run_path({str(page)!r}, run_name='__main__')\n"
+    )
+    Path("mine.py").write_text(
+        "import multiprocessing as m\ndef f(prompts, completions):\n    pool = m.get_context('fork').Pool(2)\n"
+        "    pool.terminate()\n    pool.join()\n    return [0.0] * len(completions)\n"
+    )
+    args = page_args("train_rloo", tiny, reward_fn=("mine.py:f",), total_episodes=16)
+    done = launch(in_tmp / "late.py", words_of(args), cwd=in_tmp)  # It hung.
+    assert done.returncode == 0 and "SIGTERM" not in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_a_run_that_calls_tools_is_the_same_on_two_processes_and_after_its_death(in_tmp):

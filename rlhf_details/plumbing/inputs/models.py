@@ -1,10 +1,10 @@
 """Models and tokenizers: they are loaded or made, refused where they do not fit, and given adapters (LoRA)."""
 
-import contextlib
 import copy
 import inspect
 import json
 import math
+import operator
 import os
 import re
 from pathlib import Path
@@ -45,10 +45,11 @@ def load_tokenizer(path, flag, args):
         console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
     name, revision = console.split(base_of(path, flag) or path)
     tokenizer.generation_eos = []  # for stop_tokens.end_ids
-    with console.reading(flag, path), contextlib.suppress(OSError):  # Many models have no generation_config.json.
-        ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
-        ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
-        tokenizer.generation_eos = [i for i in ends if 0 <= i < chat.vocabulary(tokenizer)]
+    with console.reading(flag, path):
+        if has_file(name, "generation_config.json", revision):  # Many models have none.
+            ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
+            ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+            tokenizer.generation_eos = [i for i in map(operator.index, ends) if 0 <= i < chat.vocabulary(tokenizer)]
     return tokenizer
 
 

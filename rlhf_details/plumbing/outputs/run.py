@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -310,13 +311,32 @@ def hears(number):
     return getattr(signal.getsignal(number), "__func__", None) is Run.hear
 
 
+FORK = threading.local()
+
+
+def hold_sigterm():
+    """Keeps SIGTERM waiting while a process is forked: a child that has not yet begun would forget it."""
+    FORK.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def free_parent():
+    """Hears SIGTERM again."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORK.mask)
+
+
 def free_child():
-    """Lets SIGTERM end a process that the user's code has forked, as pools of processes rely on."""
+    """Lets SIGTERM end a process that the user's code has forked, as pools of processes rely on.
+
+    A SIGTERM to the run's group, such as torchrun's, does not reach it: a pool without its workers would wait for ever.
+    """
     if hears(signal.SIGTERM):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORK.mask)
 
 
-os.register_at_fork(after_in_child=free_child)  # It cannot be undone, and does nothing where no run is under way.
+# It cannot be undone, and changes nothing where no run is under way.
+os.register_at_fork(before=hold_sigterm, after_in_parent=free_parent, after_in_child=free_child)
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
