@@ -2,10 +2,10 @@
 What turns cost in train_agent.py: each one reads all that came before it again, and training reads whole trajectories.
 
     python benchmark/checks/turns.py models/27m/sft              1, 2, 4 and 8 turns
-    python benchmark/checks/turns.py models/smollm --row 4096    trajectories of so many tokens, nearly all observation
+    python benchmark/checks/turns.py models/smollm --row 4096    one update of so long trajectories, most of it observation
 
 It prints the tokens of the policy and of observations in a trajectory, the seconds of an update (median over the
-updates but the first), and the peak of the process's memory. The learning rate is 0 and the reward is nothing.
+updates), and the peak of the process's memory. The learning rate is 0 and the reward is nothing.
 """
 
 import json
@@ -71,7 +71,8 @@ def main(args):
     print("| turns | tokens of the policy | of observations | rollout, s | its ms a token | optimise, s | peak GiB |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     if args.row:
-        measure(args, 2, args.row - 32, max_observation_tokens=args.row - 96, micro_batch_size=1)
+        size = dict(max_observation_tokens=args.row - 96, micro_batch_size=1, total_episodes=args.batch)
+        measure(args, 2, args.row - 32, **size)
     for turns in () if args.row else args.turns:
         measure(args, turns, 60 * turns)
 
