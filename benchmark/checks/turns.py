@@ -2,10 +2,10 @@
 What turns cost in train_agent.py: each one reads all that came before it again, and training reads whole trajectories.
 
     python benchmark/checks/turns.py models/27m/sft              1, 2, 4 and 8 turns
-    python benchmark/checks/turns.py models/smollm --row 4096    one update of so long trajectories, most of it observation
+    python benchmark/checks/turns.py models/smollm --row 4096    one update of such long trajectories, mostly observations
 
-It prints the tokens of the policy and of observations in a trajectory, the seconds of an update (median over the
-updates), and the peak of the process's memory. The learning rate is 0 and the reward is nothing.
+It prints the tokens of the policy and of observations in a trajectory, the seconds of an update (the median; the first
+of several does not count), and the peak of the process's memory. The learning rate is 0 and the reward is nothing.
 """
 
 import json
@@ -59,7 +59,8 @@ def measure(args, turns, length, **flags):
     command = [sys.executable, str(ROOT / "rlhf_details/train_agent.py"), *words, "--overwrite"]
     subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    rows = [json.loads(line) for line in Path("runs/turns/metrics.jsonl").read_text().splitlines()][1:]
+    rows = [json.loads(line) for line in Path("runs/turns/metrics.jsonl").read_text().splitlines()]
+    rows = rows[1:] or rows
     of = {name: median(row[name] for row in rows) for name in rows[0]}
     own, seen, rollout = of["val/sequence_lengths"], of["val/observation_tokens"], of["time/rollout"]
     per_token = 1000 * rollout / own / args.batch
