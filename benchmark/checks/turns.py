@@ -2,7 +2,7 @@
 What turns cost in train_agent.py: each one reads all that came before it again, and training reads whole trajectories.
 
     python benchmark/checks/turns.py models/27m/sft              1, 2, 4 and 8 turns
-    python benchmark/checks/turns.py models/smollm --row 4096    one update of such long trajectories, mostly observations
+    python benchmark/checks/turns.py models/smollm --row 4096    one update of long trajectories, mostly observations
 
 It prints the tokens of the policy and of observations in a trajectory, the seconds of an update (the median; the first
 of several does not count), and the peak of the process's memory. The learning rate is 0 and the reward is nothing.
