@@ -74,9 +74,12 @@ async def rubric(prompts, completions):
     """The points of each response."""
     criteria = "\n".join(f"{number}. {text}" for number, text in enumerate(CRITERIA, 1))
     pairs = zip(prompts, completions, strict=True)
-    return [
-        points(x) for x in await ask_all(TEMPLATE.format(prompt=p, response=r, criteria=criteria) for p, r in pairs)
-    ]
+    answers = await ask_all(TEMPLATE.format(prompt=p, response=r, criteria=criteria) for p, r in pairs)
+    unread = [x for x in answers if x and math.isnan(points(x))]
+    if unread:
+        first = console.in_one_line(unread[0])[-200:]
+        console.say(f"judge: cannot read {len(unread)} of {len(answers)} answers; the first ends with {first}")
+    return [points(x) for x in answers]
 
 
 async def compared(prompts, completions):

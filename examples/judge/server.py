@@ -35,7 +35,8 @@ def answer(judge, question):
         x = judge.compare(prompt, *responses)
         return None if math.isnan(x) else f"Comparison: by gold.\nPreferred: {'A' if x > 0 else 'B'}"
     score = judge.score(prompt, *responses)
-    return None if math.isnan(score) else json.dumps({"1": score > 1, "2": score > 2, "3": score < 3})
+    numbers = map(int, re.findall(r"^(\d+)\. ", question.rpartition("### Criteria")[2], re.M))
+    return None if math.isnan(score) else json.dumps({n: score < n if n == 3 else score > n for n in numbers})
 
 
 def server(judge, port):

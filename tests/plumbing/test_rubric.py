@@ -51,6 +51,16 @@ def test_points_are_those_of_the_last_object_and_half_an_answer_has_none(serve, 
     assert serve().points(answer) == pytest.approx(expected, nan_ok=True)
 
 
+def test_a_rubric_of_four_criteria_gets_points_and_answers_that_cannot_be_read_are_said(serve, monkeypatch, capsys):
+    rubric, server = serve(), sys.modules["server"]
+    monkeypatch.setattr(rubric, "CRITERIA", dict.fromkeys(["Kind.", "On topic.", "Twice.", "Ends."], 1))
+    assert not any(map(math.isnan, asyncio.run(rubric.rubric([PROMPT] * 2, [RIGHT, WRONG]))))
+    assert "cannot read" not in capsys.readouterr().out
+    monkeypatch.setattr(server, "answer", lambda judge, question: '{"1": true}')
+    assert all(map(math.isnan, asyncio.run(rubric.rubric([PROMPT] * 2, [RIGHT, WRONG]))))
+    assert 'cannot read 2 of 2 answers; the first ends with {"1": true}' in capsys.readouterr().out
+
+
 def test_comparisons_count_in_both_orders_and_a_judge_that_likes_the_first_contradicts_itself(serve, capsys):
     texts = [RIGHT, WRONG, RIGHT]
     rubric = serve()
