@@ -182,6 +182,16 @@ def test_help_has_every_flag_in_its_group_and_an_example_that_gives_what_is_requ
         assert f"(default: {value})" in of_toy[name].replace("'", "")
 
 
+def test_beside_a_wheel_the_example_is_a_module_and_a_missing_package_has_its_own_name(in_tmp, monkeypatch, fails):
+    """Where a wheel is installed there is no folder rlhf_details to name, and no constraints.txt."""
+    example = shown_by_help(train_rloo.Args, ["--dataset", "rows.jsonl"]).partition("Example: ")[2]
+    assert example.startswith("python -m rlhf_details.train_rloo --") and "rlhf_details/" not in example
+    line = fails(console.need, "nowhere", "judge", "--judge")
+    assert line.endswith('the package nowhere: pip install -c constraints.txt -e ".[judge]"\n')
+    monkeypatch.setattr(console, "__file__", str(in_tmp / "site-packages/rlhf_details/plumbing/console.py"))
+    assert fails(console.need, "nowhere", "judge", "--judge").endswith("the package nowhere: pip install nowhere\n")
+
+
 def test_help_imports_no_code_of_models_and_engines(in_tmp):
     """That was half of the time which --help took."""
     heavy = {"torch._dynamo", "transformers.modeling_utils", "torch.distributed.fsdp", "pandas", "datasets", "wandb"}
