@@ -23,7 +23,7 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
         "reward-never-moves",
     ),
     "clipfrac": (
-        "{:.0%} of the ratios are clipped, above {:.0%}",
+        "{:.1%} of the ratios are clipped, above {:.0%}",
         "the steps are too large: lower --learning_rate, --num_ppo_epochs or --num_mini_batches",
         "kl-explodes",
     ),
@@ -33,12 +33,12 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
         "ratio-not-1-at-the-first-step",
     ),
     "truncated": (
-        "{:.0%} of the responses do not end with the stop token, above {:.0%}",
+        "{:.1%} of the responses do not end with the stop token, above {:.0%}",
         "raise --response_length or --missing_eos_penalty, and check that the SFT data end with --stop_token",
         "no-response-ends",
     ),
     "ran_out": (
-        "{:.0%} of the episodes run out of turns or tokens, above {:.0%}",
+        "{:.1%} of the episodes run out of turns or tokens, above {:.0%}",
         "raise --max_turns or --response_length, shorten observations, or raise --missing_eos_penalty",
         "no-response-ends",
     ),
@@ -48,12 +48,12 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
         "no-episode-has-a-second-turn",
     ),
     "reward_variance": (
-        "the scores of a prompt's responses, or in PPO of the batch, are equal in {:.0%} of the cases, above {:.0%}",
+        "the scores of a prompt's responses, or in PPO of the batch, are equal in {:.1%} of the cases, above {:.0%}",
         "they teach nothing: stop if the reward is at its best, or take other prompts, more responses, a finer reward",
         "loss-is-0-and-stays-0",
     ),
     "abstained": (
-        "a reward abstains from {:.0%} of the responses, above {:.0%}",
+        "a reward abstains from {:.1%} of the responses, above {:.0%}",
         "these responses teach nothing: see why the function of --reward_fn, or the judge behind it, returns NaN",
         "a-reward-abstains",
     ),
