@@ -225,7 +225,7 @@ def response_logprobs(policy, batch):
 
 
 def response_scores(reward_model, batch):
-    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
+    """[scores], a list for `in_slices`, [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last. Pad may equal EOS, so no search for an id can.

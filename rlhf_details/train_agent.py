@@ -47,7 +47,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.PolicyArgs):  # inherits the shared flags
     exp_name: str = "train_agent"
     output_dir: str = "models/agent"
     dataset: str = "toy-tools"
@@ -75,9 +75,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     response_length: int = 512
     """most tokens of a trajectory, of all its turns and observations together (R)"""
     temperature: float = 0.7
-    """temperature, of sampling and of every log-prob"""
+    """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """a turn ends with this token: "eos" (any that the model lists as one), or a text that is one token"""
+    """a turn ends with this token: "eos" (the tokenizer's or the chat template's), or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a trajectory that ran out of turns or tokens pays, in points of score; None: nothing"""
 
@@ -97,9 +97,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate over the updates"""
+    """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises"""
+    """share of the updates that warm up"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -135,7 +135,7 @@ presets = {
 }
 
 
-# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
+# ---- models: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ---------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -148,7 +148,7 @@ class Policy(nn.Module):
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
         Args: tokens, positions [M, L]; mask [M, L] bool, None without padding; index [C], the columns to read; labels
-        [M, C], the tokens that these predict; cache, of transformers, which grows.
+        [M, C], the tokens that these predict; cache, transformers', updated in place.
         Returns: (log-probs, entropies), both [M, C]; without labels the logits / T [M, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [M, C, H]
@@ -252,7 +252,7 @@ def response_logprobs(policy, batch):
     R = batch.responses.size(1)
     batch = utils.trim(batch)
     outputs = policy(*join(batch), labels=batch.responses)  # two of [M, width]
-    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over R need no mask. [REW-6]
     outputs = [x * batch.response_mask for x in outputs]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
@@ -308,7 +308,7 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
     Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -361,14 +361,14 @@ def main(args: Args):
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     # sample(policy, queries, query_mask, episodes, n, key, room) is utils.sample with its other arguments filled in, or
     # what --sampler vllm has in its place.
     sample = samplers.choose(args, run, [*prompts, *held_out], None, stop_ids)
     run.resume(policy, optimizer)
-    # run.log calls it when it is due.
+    # run.log calls this when it is due.
     evaluation = functools.partial(
         evaluate, policy, sample, env, reference, score, held_out, stop_ids, args, accelerator
     )
@@ -390,7 +390,7 @@ def main(args: Args):
             found, said = rollout(policy, sample, env, rows[mine], episodes[mine], key, stop_ids, args)
             run.lap("rollout")
 
-            # ---- 2. Scores: rewards and log-probs --------------------------------------------------------------------
+            # ---- 2. Scores; log-probs ------------------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], *found[:2])
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
             old_logprobs = found.logprobs
@@ -407,7 +407,7 @@ def main(args: Args):
         run.lap("scores")
 
         # ---- 3. Rewards: one for each trajectory ---------------------------------------------------------------------
-        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
+        # the weighted sum of the rewards that apply [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, found.ended, args.missing_eos_penalty)  # [B]
         # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]

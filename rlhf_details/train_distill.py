@@ -1,28 +1,28 @@
 """
 On-policy distillation: a student learns a teacher's next-token distribution at the states of its own responses.
-minimal/distill.py is the algorithm alone; this file adds GKD's divergences, --gamma and processes.
+minimal/distill.py is the algorithm alone; this file adds GKD's divergences, --gamma and several processes.
 
-1. The student samples responses, and a frozen model with the same tokens, the teacher, scores every token.
+1. The student samples responses, and a frozen model with the same tokenizer, the teacher, scores every token.
 2. `--divergence sampled`: each token is an action with the advantage log p_teacher - log p_student. In expectation a
    step descends the reverse KL, KL(student || teacher), at the states that were sampled. How a token changes later
    states is left out, unless --gamma adds it: with 1 a step follows the gradient of the whole response's KL.
 3. `--divergence jsd` compares whole distributions at these states (GKD, arXiv 2306.13649): --beta 0 is the forward KL,
    KL(teacher || student), and 1 the reverse KL, of which `sampled` is an estimate.
-4. With jsd, --on_policy_share is the share of updates whose responses the student samples. In the others they are the
-   data set's completions.
-5. With --teacher_prompt_template the teacher reads more than the student, such as the answer.
-6. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
+4. With jsd, --on_policy_share mixes in updates on the data set's completions. --teacher_prompt_template shows the
+   teacher more than the student, such as the answer.
+5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
-Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one; teachers with other tokens,
-another temperature or behind a server; responses that the teacher writes (make them a data set); and a reward beside
-the teacher. Functions of --reward_fn are watched alone.
+Left out on purpose: top-k and top-p, which would sample from another policy; teachers with another
+tokenizer or temperature, or behind a server; responses that the teacher writes (make them a data set); and a reward
+beside the teacher: --reward_fn is only logged.
 
 A tag such as [DISTILL-1] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    P: prompts   k: responses per prompt   B = P * k: episodes of an update, the k of a prompt adjacent
-          Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns   V: vocabulary
-          M: episodes of a micro-batch   S: stop tokens   C: columns that are read   K: tokens compared at a time
-          H: hidden size, the teacher's too   F: watched rewards   N: held-out prompts
+          Q: query tokens, left-padded   R: response tokens, right-padded   L = Q + R: columns
+          L': columns that a token may see, the cache included   V: vocabulary   M: episodes of a micro-batch
+          S: stop tokens   C: columns that are read   K: tokens compared at a time   F: logged rewards
+          H: hidden size (the teacher's may differ)   N: held-out prompts
 Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_distill.py
@@ -48,26 +48,26 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.SamplingArgs):  # inherits the shared flags
     exp_name: str = "train_distill"
     output_dir: str = "models/distill"
 
     # models
     teacher_model_path: str | None = None
-    """the teacher, a model with the tokens of --sft_model_path, the student; required but for toy and toy-sum"""
+    """the teacher, with the tokenizer of --sft_model_path, the student; required except for toy and toy-sum"""
     teacher_prompt_template: str | None = None
-    """what the teacher reads, with columns in braces: "{prompt} The answer is {answer}."; in a chat this is the last
-    message, and {prompt} what the student's says; None: the student's prompt"""
+    """what the teacher reads, with columns in braces: "{prompt} The answer is {answer}."; in a chat it replaces the
+    last message, whose text is {prompt}; None: the student's prompt"""
 
     # sampling
     response_length: int = 256
     """most tokens a response may have (R)"""
     temperature: float = 1.0
-    """temperature, of sampling and of every log-prob, the teacher's too"""
+    """temperature of sampling and of every log-prob, the teacher's too"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
+    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
     reward_fn: tuple[str, ...] = ()
-    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, to watch"""
+    """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, to log"""
 
     # algorithm
     divergence: Literal["sampled", "jsd"] = "sampled"
@@ -79,7 +79,7 @@ class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and m
     on_policy_share: float = 1.0
     """jsd: share of the updates that the student samples (GKD's lambda); the others take the data set's completions"""
     responses_per_prompt: int = 1
-    """responses per prompt (k); nothing compares them"""
+    """responses per prompt (k), without a baseline"""
     total_episodes: int = 10_000
     """episodes of the whole run, rounded up to whole batches"""
     batch_size: int = 64
@@ -89,9 +89,9 @@ class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and m
     learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate over the updates"""
+    """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises"""
+    """share of the updates that warm up"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -100,8 +100,8 @@ class Args(flags.SamplingArgs):  # inherits the flags of run, data, models and m
     """clip the gradient's global norm; None: only log it"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
-# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy"), else those of the smallest number
+# above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -135,11 +135,11 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
+# ---- models: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ---------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
-    logits_at_once = 2**24  # 64 MiB in fp32, and the teacher's besides
+    logits_at_once = 2**24  # 64 MiB in fp32, and as much for the teacher
 
     def __init__(self, model, temperature):
         super().__init__()
@@ -147,8 +147,8 @@ class Policy(nn.Module):
 
     def forward(self, tokens, mask, positions, index, labels=None, cache=None, compare=None, states=None):
         """
-        Args: tokens, positions [M, L]; mask [M, L] bool, None without padding; index [C], the columns to read; labels
-        [M, C], the tokens that these predict; cache, of transformers, which grows; states [M, C, H], a Teacher's;
+        Args: tokens, positions [M, L]; mask [M, L'] bool, None without padding; index [C], the columns to read; labels
+        [M, C], the tokens that these predict; cache, transformers', updated in place; states [M, C, H], a Teacher's;
         compare(log-softmax [K, V], states [K, H]) -> [K], called piece by piece.
         Returns: (log-probs, entropies, and what `compare` says), each [M, C]; without labels the logits / T [M, C, V].
         """
@@ -181,7 +181,7 @@ def load_models(args, device):
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
     # The teacher reads the student's ids. [DISTILL-5]
     teacher = models.load_teacher(args, tokenizer, policy.head)
-    # One temperature for both: equal here is equal at any other. [DISTILL-6]
+    # Distributions that are equal at one temperature are equal at any. [DISTILL-6]
     teacher = Teacher(utils.disable_dropout(teacher), args.temperature).requires_grad_(False)
     return tokenizer, policy.to(device), teacher.to(device).eval()
 
@@ -206,7 +206,7 @@ def response_logprobs(policy, batch, **comparison):
     R = batch.responses.size(1)
     batch = utils.trim(batch)
     outputs = policy(*join(batch), labels=batch.responses, **comparison)  # each [M, width]
-    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over R need no mask. [REW-6]
     outputs = [x * batch.response_mask for x in outputs]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
@@ -233,7 +233,7 @@ def generalized_jsd(logp, teacher_logp, beta):
     """beta KL(teacher || m) + (1 - beta) KL(student || m), where m = beta teacher + (1 - beta) student.
 
     Args: logp, the student's, and teacher_logp, log-softmaxes [.., V]; beta in [0, 1]. Returns: [..].
-    Source: arXiv 2306.13649, equation 1; TRL v1.16.0, gkd_trainer.py, whose ends 0 and 1 these are.
+    Source: arXiv 2306.13649, equation 1; TRL v1.16.0, gkd_trainer.py (also for the ends 0 and 1).
     """
     # At its ends the formula is 0. Divided by beta, or 1 - beta, it tends to these two. [DISTILL-4]
     if beta == 0:
@@ -260,7 +260,7 @@ def distill_advantages(rewards, gamma):
 
 
 def distill_policy_loss(logprobs, advantages):
-    """-A * ratio of each token, where the ratio is that of the policy to itself: the gradient is -A * grad log p.
+    """-A * p / p.detach() of each token, whose gradient is -A * grad log p.
 
     Args: logprobs, advantages [M, R], 0 at padding. Returns: [M, R].
     """
@@ -272,8 +272,7 @@ def is_sampled(update, share):
 
     Source: arXiv 2306.13649, algorithm 1, which draws a number for each update.
     """
-    # Counted out, the share holds in short runs as well. 1e-9 makes up for rounding: 0.29 * 100 is below 29.
-    # [DISTILL-7]
+    # Counting keeps the share in short runs, too; 1e-9 is for rounding: 0.29 * 100 < 29. [DISTILL-7]
     return math.floor(update * share + 1e-9) > math.floor((update - 1) * share + 1e-9)
 
 
@@ -285,7 +284,7 @@ def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerato
     Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -338,7 +337,7 @@ def main(args: Args):
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
-    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: it has at least total_episodes. [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])
 
     def prompts_of(update):
@@ -349,13 +348,13 @@ def main(args: Args):
         """The divergence [K] of log-softmaxes [K, V] and the teacher's at its states [K, H]."""
         return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
 
-    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
-    # an update ahead. `is_another`: it samples with another engine or older weights.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
+    # update ahead. It `is_another` if its engine is another one, or its weights are older.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     if is_jsd and sample.is_another:
         console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
     run.resume(policy, optimizer)
-    # run.log calls it when it is due.
+    # run.log calls this when it is due.
     evaluation = functools.partial(evaluate, policy, sample, teacher, score, held_out, stop_ids, args, accelerator)
     if run.first_update == 1:
         run.log(0, evaluation=evaluation)
@@ -402,7 +401,7 @@ def main(args: Args):
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
         if not is_jsd:
             sampled_logprobs, old_logprobs, teacher_logprobs = logprobs_of_each
-            # A constant without a gradient; the mean of a response's sum is -KL(student || teacher). [DISTILL-1]
+            # It has no gradient; a response's sum has the mean -KL(student || teacher). [DISTILL-1]
             token_rewards = teacher_logprobs - old_logprobs  # [B, R], 0 at padding
 
         # ---- 4. Advantages -------------------------------------------------------------------------------------------
@@ -441,7 +440,7 @@ def main(args: Args):
         if is_jsd:
             divergence = accelerator.gather(torch.cat(divergences))  # [B]
         else:
-            # `objective/kl` and entropy are those of the policy that sampled.
+            # Divergence and entropy are those of the policy that sampled.
             logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
             divergence = (logged - teacher_logprobs).sum(1)  # [B]
             metrics["objective/entropy"] = -logged.sum(1).mean()

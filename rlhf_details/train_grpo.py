@@ -1,18 +1,18 @@
 """
 GRPO: group relative policy optimisation, on a language model and a reward (arXiv 2402.03300). minimal/grpo.py is the
-algorithm alone; this file adds DAPO, Dr. GRPO, GSPO and CISPO, packed rows and processes.
+algorithm alone; this file adds DAPO, Dr. GRPO, GSPO and CISPO, packed rows and several processes.
 
 1. Each prompt gets a group of k responses. Every token is an action, and the tokens of a response share its advantage:
    (score - mean of the group) / standard deviation of the group. There is no value model.
 2. The KL is a term of the loss, kl_coef * k3 at each token, and not of the reward.
-3. Several optimiser steps per rollout use PPO's clipped loss, with one probability ratio per token. --objective gspo
-   has one per response; cispo clips the ratio as a weight, and no token loses its gradient. The loss is the mean over
-   all tokens, after DAPO; that of GRPO's paper, over each response first, is --loss_normalization response.
-4. n of the k responses share a row and the computation of their prompt, where the model can read a block mask.
+3. Several optimiser steps per rollout use PPO's clipped loss with a ratio for each token; --objective gspo has one for
+   each response, and cispo clips only the weight of log p. Losses are averaged over all tokens (DAPO), under gspo over
+   each response first (the GRPO paper).
+4. n of the k responses share a row and the computation of their prompt, where the model accepts a 4-D mask.
 5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
-Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and new samples in place of
-groups whose scores are all equal (val/equal_scores is their share).
+Left out on purpose: top-k and top-p, which would sample from another policy, and DAPO's dynamic
+sampling (val/equal_scores is the share of groups that it would replace).
 
 A tag such as [GRPO-1] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
@@ -45,7 +45,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.PolicyArgs):  # inherits the shared flags
     exp_name: str = "train_grpo"
     output_dir: str = "models/grpo"
 
@@ -53,21 +53,21 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     response_length: int = 256
     """most tokens a response may have (R)"""
     temperature: float = 1.0
-    """temperature, of sampling and of every log-prob"""
+    """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
+    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
     """subtract it from the score, or replace the score by -penalty"""
     soft_overlong: int | None = None
-    """the last tokens of response_length, over which a response pays from 0 up to 1 (DAPO)"""
+    """DAPO's soft overlong buffer: the last tokens of response_length, over which the penalty rises from 0 to 1"""
 
     # reward and KL
     kl_coef: float = 0.04
     """weight of the KL in the loss (beta)"""
     kl_times_ratio: bool = False
-    """weigh a token's KL by its ratio: its gradient is then that of KL(policy || reference)"""
+    """weight a token's KL by its ratio: its gradient is then that of KL(policy || reference)"""
 
     # algorithm
     objective: Literal["grpo", "gspo", "cispo"] = "grpo"
@@ -85,7 +85,8 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     cliprange: float | None = None
     """clip range of the probability ratio; None: the objective's"""
     cliprange_high: float | None = None
-    """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has this bound alone"""
+    """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has this bound
+    alone: weights are at most 1 + it (TRL's epsilon_high is that sum)"""
     scale_advantages: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
     loss_normalization: Literal["token", "response", "constant"] | None = None
@@ -94,19 +95,19 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     mask_truncated: bool = False
     """leave responses that did not end out of the loss (DAPO), but not out of their group"""
     mask_equal: bool = False
-    """leave groups of equal scores out of the loss: they teach nothing but the KL"""
+    """leave groups of equal scores out of the loss: only KL and entropy would act on them"""
     entropy_coef: float = 0.0
-    """weight of each action's entropy in the loss, a bonus; with --entropy_target its highest weight"""
+    """weight of the entropy bonus; with --entropy_target its maximum"""
     entropy_target: float | None = None
-    """give the bonus only below this mean entropy of an action, in nats (Skywork-OR1)"""
+    """give the bonus only while the mean entropy of an action, in nats, is below this (Skywork-OR1)"""
 
     # optimiser
     learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate over the updates"""
+    """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises"""
+    """share of the updates that warm up"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -119,8 +120,8 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     """compute each prompt once for its k responses, where the model allows it"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
-# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy"), else those of the smallest number
+# above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -162,7 +163,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
+# ---- models: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ---------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -176,7 +177,7 @@ class Policy(nn.Module):
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
         Args: tokens, positions [W, L]; mask [W, L'] bool or [W, 1, L, L'] additive, None without padding; index [C],
-        the columns to read; labels [W, C], the tokens that these predict; cache, of transformers, which grows.
+        the columns to read; labels [W, C], the tokens that these predict; cache, transformers', updated in place.
         Returns: (log-probs, entropies), both [W, C]; without labels the logits / T [W, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
@@ -197,7 +198,7 @@ class Reward(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # train_reward.py stores this shift, which transformers does not apply. [REW-1]
+        # train_reward.py stores this bias, which transformers does not apply. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
@@ -217,7 +218,7 @@ def load_models(args, device):
     # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # One with another tokenizer reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # rewards.Scorer gives text to one with another tokenizer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -229,9 +230,9 @@ def pack(batch, n):
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token
-        a1   x  x  x  x  .  .  .       three of the seven rows
+        a1   x  x  x  x  .  .  .       three of the mask's seven rows
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
-    With n = 1 this is an ordinary left-padded row.
+    With n = 1 this is an ordinary padded row.
     Args: batch, where n adjacent episodes have the same prompt.
     Returns: tokens [W, L], mask (bool [W, L], or additive [W, 1, L, L] where n > 1), positions [W, L] with
     L = Q + n * R, and index [n * R], the columns whose logits predict the responses' tokens.
@@ -257,17 +258,17 @@ def pack(batch, n):
 
 
 def response_logprobs(policy, batch, n):
-    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n in a row."""
+    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n to a row."""
     M, R = batch.responses.shape
     batch = utils.trim(batch)
     outputs = policy(*pack(batch, n), labels=batch.responses.reshape(M // n, -1))  # two of [W, n * width]
-    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over R need no mask. [REW-6]
     outputs = [x.reshape(batch.responses.shape) * batch.response_mask for x in outputs]  # [M, width]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch, n):
-    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
+    """[scores], a list for `in_slices`, [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
     tokens, mask, positions, _ = pack(batch, n)
@@ -287,7 +288,7 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "replace" it matters where the scores' zero is, and the penalty can even raise a low score.
+    "replace" depends on where the scores' zero is, and raises a score below -penalty.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -304,16 +305,16 @@ def overlong_scores(scores, mask, buffer):
     """
     if not buffer:
         return scores
-    # A price that rises token by token says earlier that a response is too long. [GRPO-9]
+    # A price that rises token by token warns before the limit. [GRPO-9]
     too_long = (mask.sum(1) - (mask.size(1) - buffer)).clamp(min=0)  # [B]
     return scores - too_long / buffer
 
 
 def grpo_advantages(scores, k, scale, scored):
-    """(score - mean of the group) / (standard deviation + 1e-4), of the group, of the batch, or without division.
+    """(score - mean of the group) / (standard deviation of the group or batch + 1e-4), or undivided.
 
     Args: scores [B], the k >= 2 of a prompt adjacent; scale, "group", "batch" (where differences between prompts count)
-    or "none"; scored [B] bool; the others are none of their group. Returns: [B, 1], 0 without `has_group`.
+    or "none"; scored [B] bool; unscored ones do not count. Returns: [B, 1], 0 without `has_group`.
     Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
     """
     groups, is_counted = scores.reshape(-1, k), scored.reshape(-1, k)  # [P, k]
@@ -324,7 +325,7 @@ def grpo_advantages(scores, k, scale, scored):
     advantages = (groups - groups.sum(1, keepdim=True) / count.clamp(min=1)) * is_counted
     if scale != "none":
         variance = (advantages**2).sum(1, keepdim=True) / (count - 1).clamp(min=1)  # [P, 1], unbiased
-        # A prompt on which the scores hardly differ counts as much as any other. [GRPO-1]
+        # "group": a prompt whose scores hardly differ counts as much as any other. [GRPO-1]
         spread = variance.sqrt() if scale == "group" else scores[scored].std()
         advantages = advantages / (spread + 1e-4)
     return advantages.reshape(-1, 1)
@@ -342,7 +343,7 @@ def kl_estimates(logprobs, ref_logprobs):
 
 
 def steer_entropy(coef, entropy, target, highest):
-    """The next coefficient, a fiftieth of `highest` up below the target, else down; and what counts of it.
+    """(coefficient, what acts) for the next update: below the target up by highest / 50, else down and inactive.
 
     Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control.
     """
@@ -364,8 +365,8 @@ def grpo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipra
     losses1 = -advantages * ratio
     # More room above 1 lets unlikely tokens grow further: arXiv 2503.14476, section 3.1. [GRPO-3]
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high)
-    # The larger loss counts: leaving the range gains nothing, but the gradient that pulls back from the wrong side,
-    # below 1 - c where A > 0 or above 1 + c where A < 0, stays. [RLOO-6]
+    # The larger loss counts: leaving the range gains nothing, but a ratio on the wrong side (below 1 - c where A > 0,
+    # above 1 + c where A < 0) is still pulled back. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -399,7 +400,7 @@ def loss_weights(mask, num_responses, num_tokens, normalization):
     section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
     """
     if normalization == "token":
-        # DAPO's formula has a mean for each group, and TRL divides by the tokens of the whole rollout.
+        # DAPO's formula averages within each group, and TRL over the whole rollout.
         return mask / num_tokens.clamp(min=1)
     # Each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
     if normalization == "response":
@@ -420,7 +421,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
     Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -458,12 +459,12 @@ def check(args):
 def clipping_and_normalization(args):
     """(cliprange, cliprange_high, loss_normalization), the objective's own where they are None.
 
-    Source: arXiv 2402.03300 with DAPO's mean over tokens (2503.14476); GSPO: 2507.18071, section 5.1; CISPO: 2506.13585
-    for the mean, TRL's documentation for the bound.
+    Source: GRPO: PPO's 0.2, DAPO's mean over tokens (arXiv 2503.14476); GSPO: 2507.18071, section 5.1; CISPO:
+    2506.13585 for the mean, TRL's documentation for the bound.
     """
     published = {"grpo": (0.2, 0.2, "token"), "gspo": (3e-4, 4e-4, "response"), "cispo": (None, 4.0, "token")}
     low, high, normalization = published[args.objective]
-    if args.cliprange is not None:  # of both sides
+    if args.cliprange is not None:  # both bounds
         low = high = args.cliprange
     if args.cliprange_high is not None:
         high = args.cliprange_high
@@ -489,18 +490,18 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. Both are 1 if packing would
-    # change log-probs or scores.
+    # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. n and rollout_n are 1 where
+    # packing would change log-probs or scores.
     n, size, rollout_n = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
-    # score(rows, batch, model_scores) -> (rewards [M, F], scored [M]) adds the functions of --reward_fn, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. One that returns None does not apply to a row,
-    # and is left out of the sum. One that returns NaN cannot judge, and then the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) calls also the functions of --reward_fn, e.g.
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row and leaves
+    # the sum. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
@@ -508,12 +509,12 @@ def main(args: Args):
         # The k copies stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
-    # an update ahead. `is_another`: it samples with another engine or older weights.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
+    # update ahead. It `is_another` if its engine is another one, or its weights are older.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = {"steered": 0.0, "entropy_coef": args.entropy_coef if args.entropy_target is None else 0.0}
     state = run.resume(policy, optimizer, state)
-    # run.log calls it when it is due.
+    # run.log calls this when it is due.
     evaluation = functools.partial(
         evaluate, policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator
     )
@@ -536,7 +537,7 @@ def main(args: Args):
             )  # [B / world, R]
             run.lap("rollout")
 
-            # ---- 2. Scores: rewards and log-probs --------------------------------------------------------------------
+            # ---- 2. Scores; log-probs ------------------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # enough for the KL; with one step the loss does not read them
@@ -557,7 +558,7 @@ def main(args: Args):
         #   response        a    b   EOS   .    .
         #   response_mask   1    1    1    0    0      the stop token counts: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
+        # the weighted sum of the rewards that apply [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         scores = overlong_scores(scores, response_mask, args.soft_overlong)  # [B]
@@ -568,10 +569,10 @@ def main(args: Args):
         learns = has_group(scored, k)  # [B]
         # The score of a response that was cut off says little. [GRPO-7]
         is_kept = learns & ended if args.mask_truncated else learns  # [B]
-        # Tokens without an advantage only make the mean's gradient smaller. [GRPO-8]
+        # Without an advantage, tokens only dilute a mean over tokens. [GRPO-8]
         is_kept = is_kept & ~utils.in_equal_group(scores, k, scored) if args.mask_equal else is_kept
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
-        if args.objective == "gspo":  # Its action is the response.
+        if args.objective == "gspo":  # one importance weight for each response
             advantages = advantages.squeeze(1)  # [B]
         # Importance weights correct for a sampler that differs slightly from the policy. [GEN-15]
         advantages, weight_metrics = sample.weigh(advantages, old_logprobs, sampled_logprobs, response_mask)
@@ -601,7 +602,7 @@ def main(args: Args):
                         kl_losses = kl_losses * logratio.exp()
                     # Dividing by the whole minibatch's count makes micro-batches add up to its gradient. [OPT-5]
                     weights = loss_weights(is_action[m], num_responses, num_actions, normalization)
-                    # An action's distribution is paid for being wide. [GRPO-10]
+                    # The bonus keeps distributions wide. [GRPO-10]
                     bonus = state["entropy_coef"] * entropies
                     loss = ((losses + args.kl_coef * kl_losses - bonus) * weights).sum()
                     accelerator.backward(loss * world)  # The engines average over processes. [OPT-6]
@@ -615,7 +616,7 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # The sampler against this forward (0 up to rounding), and the old one against it (1).
+                        # With the same weights they are 0 and 1, up to rounding.
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 if not num_actions:  # Adam's momentum alone would move the weights.
@@ -626,7 +627,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        # `objective/kl` and entropy are those of the policy that sampled.
+        # `objective/kl` and `objective/entropy` are those of the policy that sampled.
         logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, ended, batch, k)

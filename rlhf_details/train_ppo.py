@@ -1,25 +1,25 @@
 """
-PPO on a language model and a reward: the recipes of "N+" and of openai/lm-human-preferences in one loop.
-minimal/ppo.py is N+'s alone; this file adds the other recipe, TRL's options and processes.
+PPO for language models: the recipes of "N+" (arXiv 2403.17031) and of openai/lm-human-preferences (1909.08593) in one
+loop. minimal/ppo.py is N+'s alone; this file adds the other recipe, options of TRL's, and several processes.
 
-1. Each prompt gets one response. Each token is an action with the reward -kl_coef * KL. The score is the reward of the
-   place after the last token, or of the last token where a response has all R tokens.
+1. Each prompt gets one response. Each token is an action with the reward -kl_coef * KL. The score is paid one place
+   after the last token, or on it if there are R tokens.
 2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
 3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
-4. N+ (arXiv 2403.17031), the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
+4. N+, the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
    Unlike here, N+ replaces the score of an unfinished response, averages each micro-batch for itself, whitens within a
    process, and takes the old log-probs from the sampler.
-   lm-human-preferences (arXiv 1909.08593; benchmark/recipes/ppo_sentiment.toml): a value head on the policy's trunk
-   that starts at zero, an adaptive kl_coef, whitened rewards, and a reward model that reads up to a full stop.
+   lm-human-preferences (benchmark/recipes/ppo_sentiment.toml): a value head on the policy's trunk that starts at zero,
+   an adaptive kl_coef, whitened rewards, and a reward model that reads up to a full stop.
 5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
-Left out on purpose: top-k and top-p, since the sampled policy would not be the trained one, and an entropy bonus, which
-neither recipe has.
+Left out on purpose: top-k and top-p, which would sample from another policy, and an entropy bonus, which neither recipe
+has.
 
 A tag such as [PPO-3] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
 Shapes    B: episodes of an update, one per prompt   Q: query tokens, left-padded   R: response tokens, right-padded
-          L: columns of a row   V: vocabulary   M: episodes of a micro-batch   W: rows of a forward   S: stop tokens
+          L: columns of a row (L': the cache included)   V: vocabulary   W or M: episodes of a forward   S: stop tokens
           C: columns that are read   H: hidden size   F: rewards, the reward model's included   N: held-out prompts
 Masks     True marks a real token. Nothing is found by looking for a pad token.
 
@@ -46,7 +46,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.PolicyArgs):  # inherits the shared flags
     exp_name: str = "train_ppo"
     output_dir: str = "models/ppo"
 
@@ -54,9 +54,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     response_length: int = 53
     """most tokens a response may have (R)"""
     temperature: float = 0.7
-    """temperature, of sampling and of every log-prob"""
+    """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
+    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
     truncate_token: str = "none"
     """the reward model reads up to this token: "eos", "none" (all), or a text that is one token"""
     truncate_after: int = 0
@@ -68,17 +68,17 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
 
     # reward and KL
     kl_coef: float = 0.05
-    """weight of the KL in the reward (beta); under adaptive_kl the first one"""
+    """weight of the KL in the reward (beta); adaptive_kl starts from it"""
     kl_penalty: Literal["kl", "abs", "mse", "full", "k2", "k3"] = "kl"
     """what a token pays for, with d = log p - log p_ref: "kl" d, "abs" |d|, "mse" and "k2" d^2/2, "k3" exp(-d) - 1 + d,
-    "full" the exact KL; as a reward only "kl" has the gradient of the KL, and "full" lacks its direct part: the first
-    token's choice pays nothing; objective/kl and adaptive_kl use d"""
+    "full" the exact KL; as a reward only "kl" has the gradient of the KL, and "full" omits a token's effect on its own
+    KL; objective/kl and adaptive_kl use d"""
     adaptive_kl: bool = False
     """lm-human-preferences: steer kl_coef so that the KL of a response stays near kl_target"""
     kl_target: float = 6.0
     """adaptive_kl: KL to hold, in nats per response"""
     kl_horizon: float = 10_000
-    """adaptive_kl: episodes over which kl_coef changes by a fifth at most"""
+    """adaptive_kl: episodes over which kl_coef changes by about a fifth at most"""
     whiten_rewards: bool = False
     """lm-human-preferences: scale the rewards of the batch to variance 1 and keep their mean"""
     score_scaling: bool = False
@@ -113,7 +113,7 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     """a model of its own that starts as the reward model (N+), or a zero head on the policy's trunk
     (lm-human-preferences)"""
     target_kl: float | None = None
-    """end the passes over a batch after one whose mean of 0.5 * (log-ratio)^2 exceeds 1.5 times this"""
+    """stop the passes after one whose approxkl, the mean of 0.5 * log-ratio^2, exceeds 1.5 times this"""
     ratio_threshold: float | None = None
     """skip the step of a minibatch whose mean probability ratio exceeds this"""
 
@@ -121,9 +121,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate over the updates"""
+    """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises"""
+    """share of the updates that warm up"""
     adam_eps: float = 1e-5
     """AdamW's epsilon"""
     tf_adam: bool = False
@@ -134,8 +134,8 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     """clip the gradient's global norm; None: only log it"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
-# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy"), else those of the smallest number
+# above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -180,7 +180,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
+# ---- models: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ---------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens and, with a critic, values of states, in fp32."""
 
@@ -194,7 +194,7 @@ class Policy(nn.Module):
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
         Args: tokens, positions [W, L]; mask [W, L'] bool, None without padding; index [C], the columns to read; labels
-        [W, C], the tokens that these predict; cache, of transformers, which grows.
+        [W, C], the tokens that these predict; cache, transformers', updated in place.
         Returns: (log-probs, entropies, and values with a critic), all [W, C]; without labels the logits / T [W, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
@@ -221,7 +221,7 @@ class Reward(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # train_reward.py stores this shift, which transformers does not apply. [REW-1]
+        # train_reward.py stores this bias, which transformers does not apply. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
@@ -241,7 +241,7 @@ def load_models(args, device):
     # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # One with another tokenizer reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # rewards.Scorer gives text to one with another tokenizer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     policy.critic = load_critic(args, model, reward_model)
@@ -287,14 +287,14 @@ def response_logprobs(policy, batch):
     R = batch.responses.size(1)
     batch = utils.trim(batch, extra=1)  # one column more for the state after the end
     logprobs, entropies, *values = policy(*join(batch), labels=batch.responses)  # each [M, width]
-    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over R need no mask. [REW-6]
     outputs = [logprobs * batch.response_mask, entropies * batch.response_mask]
     outputs += [x * value_mask(batch.response_mask) for x in values]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch):
-    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
+    """[scores], a list for `in_slices`, [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     tokens, mask, positions, _ = join(batch)
     # The mask says which token is the last, since pad may equal EOS. [REW-2]
@@ -329,7 +329,7 @@ def truncate_response(responses, mask, end_ids, after):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "replace" it matters where the scores' zero is, and the penalty can even raise a low score.
+    "replace" depends on where the scores' zero is, and raises a score below -penalty.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, ppov2_trainer.py (subtract); N+, ppo.py and lm-human-preferences, train_policy.py (replace).
     """
@@ -367,12 +367,11 @@ def shape_scores(scores, moments, scaling, norm, clip):
 def kl_penalty(logprobs, ref_logprobs, kind):
     """What each sampled token pays, [B, R], from d = log p - log p_ref. ("full" is full_kl.)
 
-    The means of "kl", "full" and "k3" are the KL, but as a reward only "kl" follows the KL's gradient.
     Source: TRL v0.11.4, ppo_trainer.py (kl, abs, mse); open-instruct, ppo_vllm_thread_ray_gtrl.py (k2, k3).
     """
     # Used as a reward, log p - log p_ref gives an unbiased gradient of the KL. [REW-5]
     d = logprobs - ref_logprobs
-    # That of a single token may be negative. [PPO-7]
+    # A single token's d may be negative. [PPO-7]
     return {"kl": d, "abs": d.abs(), "mse": d**2 / 2, "k2": d**2 / 2, "k3": torch.expm1(-d) + d}[kind]
 
 
@@ -386,9 +385,9 @@ def token_rewards(scores, kl_penalties, response_mask, kl_coef):
     """-kl_coef * KL penalty of each token, and the score one place after the last, or on the last without room.
 
     Args: scores [B]; kl_penalties [B, R], 0 at padding; response_mask [B, R]. Returns: [B, R].
-    Source: N+, ppo.py; lm-human-preferences, train_policy.py, where responses have no room.
+    Source: N+, ppo.py; lm-human-preferences, train_policy.py (responses of fixed length).
     """
-    # The score comes after EOS, if there is a place. [PPO-6]
+    # after EOS, if there is room [PPO-6]
     place = value_mask(response_mask).sum(1, keepdim=True) - 1  # [B, 1]
     return (-kl_coef * kl_penalties).scatter_add(1, place, scores.unsqueeze(1))
 
@@ -396,7 +395,7 @@ def token_rewards(scores, kl_penalties, response_mask, kl_coef):
 def adapt_kl_coef(kl_coef, kl, target, horizon, num_episodes):
     """The next kl_coef of a proportional controller: it rises where the KL is above the target, else it falls.
 
-    Args: kl, mean KL of a response in the batch, nats; horizon, episodes over which it changes by a fifth at most.
+    Args: kl, mean KL of a response, nats; horizon, episodes over which it changes by about a fifth at most.
     Source: lm-human-preferences, train_policy.py.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)  # One unusual batch must not decide the coefficient. [PPO-15]
@@ -428,8 +427,8 @@ def ppo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts: leaving the range gains nothing, but the gradient that pulls back from the wrong side,
-    # below 1 - c where A > 0 or above 1 + c where A < 0, stays. [PPO-12]
+    # The larger loss counts: leaving the range gains nothing, but a ratio on the wrong side (below 1 - c where A > 0,
+    # above 1 + c where A < 0) is still pulled back. [PPO-12]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -461,7 +460,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, a
     Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -487,9 +486,7 @@ def check(args):
     if args.adaptive_kl and (not args.kl_coef or not args.kl_target or args.kl_horizon <= args.batch_size / 5):
         console.fail("--adaptive_kl: kl_coef and kl_target must be above 0, and kl_horizon above a fifth of batch_size")
     if args.ratio_threshold is not None and args.ratio_threshold <= 1:
-        console.fail(
-            f"--ratio_threshold {args.ratio_threshold}: must be above 1, the ratio of a policy that has not changed"
-        )
+        console.fail(f"--ratio_threshold {args.ratio_threshold}: must be above 1")
     if args.truncate_after and (args.truncate_token == "none" or args.truncate_after >= args.response_length):
         console.fail(
             f"--truncate_after {args.truncate_after}: needs a truncate_token, and must be below response_length"
@@ -511,27 +508,27 @@ def main(args: Args):
     end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], what a complete response ends with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # score(rows, batch, model_scores) -> (rewards [M, F], scored [M]) adds the functions of --reward_fn, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. One that returns None does not apply to a row,
-    # and is left out of the sum. One that returns NaN cannot judge, and then the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) calls also the functions of --reward_fn, e.g.
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row and leaves
+    # the sum. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, end_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
         """The B rows of an update."""
         return prompts.of_update(update, B, args.seed)
 
-    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
-    # an update ahead. `is_another`: it samples with another engine or older weights.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
+    # update ahead. It `is_another` if its engine is another one, or its weights are older.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
-    # run.log calls it when it is due.
+    # run.log calls this when it is due.
     evaluation = functools.partial(
         evaluate, policy, sample, reference, reward_model, score, held_out, end_ids, args, accelerator
     )
@@ -563,7 +560,7 @@ def main(args: Args):
                 (kl_penalties,) = in_slices(full_kl, policy, batch, size, reference)
             else:
                 kl_penalties = kl_penalty(old_logprobs, ref_logprobs, args.kl_penalty)
-            # The reward model reads what a human would read. [GEN-14]
+            # The reward model reads the truncated response alone. [GEN-14]
             read_mask, ended = truncate_response(responses, response_mask, end_ids, args.truncate_after)
             batch = batch._replace(response_mask=read_mask)
             model_scores = in_slices(response_scores, reward_model, batch, size) if reward_model else []
@@ -585,7 +582,7 @@ def main(args: Args):
         #   rewards        -cK  -cK  -cK score  0      c: kl_coef, K: the token's KL penalty
         #   R tokens        v    w    x    y    z      both masks are 1 everywhere, and the value after z counts as 0
         #   rewards        -cK  -cK  -cK  -cK  -cK + score
-        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
+        # the weighted sum of the rewards that apply [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         if args.score_scaling or args.score_norm:
@@ -682,7 +679,7 @@ def main(args: Args):
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, ended, batch, 1)
         mean_kl = utils.masked_mean(logged_kl, scored)
-        # It is added, before whitening. [LOG-5]
+        # as added to the rewards, before whitening [LOG-5]
         non_score_reward = -state["kl_coef"] * utils.masked_mean(kl_penalties.sum(1), scored)
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
         value_mean, value_var = mean_and_variance(values, state_mask)

@@ -39,7 +39,7 @@ from rlhf_details.plumbing.outputs.run import Run
 
 
 @dataclass
-class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.RunArgs):  # inherits the shared flags
     exp_name: str = "train_reward"
     output_dir: str = "models/reward"
 
@@ -84,7 +84,7 @@ class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     learning_rate: float = 5e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
-    """course of the learning rate over the steps"""
+    """learning-rate schedule over the steps"""
     warmup_ratio: float = 0.0
     """share of the steps over which the learning rate rises linearly"""
     adam_eps: float = 1e-5
@@ -101,8 +101,8 @@ class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     """comparisons that a device puts through one forward and backward pass"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
-# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy"), else those of the smallest number
+# above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",

@@ -1,14 +1,14 @@
 """
-RLOO: REINFORCE with a leave-one-out baseline, on a language model and a reward (arXiv 2402.14740). minimal/rloo.py is
-the algorithm alone; this file adds several steps per rollout, REINFORCE++, packed rows and processes.
+RLOO: REINFORCE with a leave-one-out baseline, for language models (arXiv 2402.14740). minimal/rloo.py is the algorithm
+alone; this file adds REINFORCE++, more than one step per rollout, packed rows and several processes.
 
-1. Each prompt gets k responses. A whole response is one action, and its reward is score - kl_coef * KL of its tokens.
+1. Each prompt gets k responses. By default a response is one action, whose reward is score - kl_coef * KL.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model.
 3. One optimiser step per rollout is exactly REINFORCE. More steps use PPO's clipped loss.
-4. n of the k responses share a row and the computation of their prompt, where the model can read a block mask.
+4. n of the k responses share a row and the computation of their prompt, where the model accepts a 4-D mask.
 5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
 
-Left out on purpose: a KL term in the loss; top-k and top-p, since the sampled policy would not be the trained one.
+Left out on purpose: a KL term in the loss; top-k and top-p, which would sample from another policy.
 
 A tag such as [RLOO-3] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
@@ -41,7 +41,7 @@ from rlhf_details.utils import EVALUATION, TRAINING, Batch, in_slices
 
 
 @dataclass
-class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.PolicyArgs):  # inherits the shared flags
     exp_name: str = "train_rloo"
     output_dir: str = "models/rloo"
 
@@ -49,9 +49,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     response_length: int = 53
     """most tokens a response may have (R)"""
     temperature: float = 0.7
-    """temperature, of sampling and of every log-prob"""
+    """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (any that the model lists as one), "none", or a text that is one token"""
+    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -88,9 +88,9 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     learning_rate: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate over the updates"""
+    """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates in which the learning rate rises"""
+    """share of the updates that warm up"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -103,8 +103,8 @@ class Args(flags.PolicyArgs):  # inherits the flags of run, data, models and mem
     """compute each prompt once for its k responses, where the model allows it"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
-# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy"), else those of the smallest number
+# above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -140,7 +140,7 @@ presets["toy-sum"] = presets["toy"] | dict(
 )
 
 
-# ---- models: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ---------------------------
+# ---- models: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ---------------
 class Policy(nn.Module):
     """Next-token logits / temperature, or log-probs of given tokens, in fp32."""
 
@@ -153,7 +153,7 @@ class Policy(nn.Module):
     def forward(self, tokens, mask, positions, index, labels=None, cache=None):
         """
         Args: tokens, positions [W, L]; mask [W, L'] bool or [W, 1, L, L'] additive, None without padding; index [C],
-        the columns to read; labels [W, C], the tokens that these predict; cache, of transformers, which grows.
+        the columns to read; labels [W, C], the tokens that these predict; cache, transformers', updated in place.
         Returns: (log-probs, entropies), both [W, C]; without labels the logits / T [W, C, V].
         """
         hidden = models.hidden_states(self.model, tokens, mask, positions, cache)[:, index]  # [W, C, H]
@@ -173,7 +173,7 @@ class Reward(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # train_reward.py stores this shift, which transformers does not apply. [REW-1]
+        # train_reward.py stores this bias, which transformers does not apply. [REW-1]
         self.bias = getattr(model.config, "reward_bias", 0.0)
 
     def forward(self, tokens, mask, positions, index):
@@ -193,7 +193,7 @@ def load_models(args, device):
     # If it were the same object, the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # One with another tokenizer reads text, in rewards.Scorer.
+    if rewards.reads_token_ids(args, tokenizer):  # rewards.Scorer gives text to one with another tokenizer.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -205,9 +205,9 @@ def pack(batch, n):
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token
-        a1   x  x  x  x  .  .  .       three of the seven rows
+        a1   x  x  x  x  .  .  .       three of the mask's seven rows
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
-    With n = 1 this is an ordinary left-padded row.
+    With n = 1 this is an ordinary padded row.
     Args: batch, where n adjacent episodes have the same prompt.
     Returns: tokens [W, L], mask (bool [W, L], or additive [W, 1, L, L] where n > 1), positions [W, L] with
     L = Q + n * R, and index [n * R], the columns whose logits predict the responses' tokens.
@@ -233,17 +233,17 @@ def pack(batch, n):
 
 
 def response_logprobs(policy, batch, n):
-    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n in a row."""
+    """Log-probs and entropies [M, R] fp32, 0 at padding, of a Batch of M episodes, n to a row."""
     M, R = batch.responses.shape
     batch = utils.trim(batch)
     outputs = policy(*pack(batch, n), labels=batch.responses.reshape(M // n, -1))  # two of [W, n * width]
-    # Padding holds zeros, so that sums over a row need no mask. [REW-6]
+    # Padding holds zeros, so that sums over R need no mask. [REW-6]
     outputs = [x.reshape(batch.responses.shape) * batch.response_mask for x in outputs]  # [M, width]
     return [nn.functional.pad(x, (0, R - x.size(1))) for x in outputs]
 
 
 def response_scores(reward_model, batch, n):
-    """A list of the scores [M] fp32: the reward model's output at the last token of each response."""
+    """[scores], a list for `in_slices`, [M] fp32: the reward model's output at the last token of each response."""
     batch = utils.trim(batch)
     (_, Q), (_, R) = batch.queries.shape, batch.responses.shape
     tokens, mask, positions, _ = pack(batch, n)
@@ -263,7 +263,7 @@ def has_stopped(responses, mask, stop_ids):
 def missing_eos_scores(scores, ended, penalty, mode):
     """The EOS trick: a response that did not end pays `penalty` ("subtract"), or gets the score -penalty ("replace").
 
-    Under "replace" it matters where the scores' zero is, and the penalty can even raise a low score.
+    "replace" depends on where the scores' zero is, and raises a score below -penalty.
     Args: scores [B] fp32; ended [B] bool; penalty, float or None. Returns: [B].
     Source: TRL v0.11.4, rloo_trainer.py (subtract); lm-human-preferences, train_policy.py (replace).
     """
@@ -325,8 +325,8 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
     ratio = logratio.exp()
     losses1 = -advantages * ratio
     losses2 = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    # The larger loss counts: leaving the range gains nothing, but the gradient that pulls back from the wrong side,
-    # below 1 - c where A > 0 or above 1 + c where A < 0, stays. [RLOO-6]
+    # The larger loss counts: leaving the range gains nothing, but a ratio on the wrong side (below 1 - c where A > 0,
+    # above 1 + c where A < 0) is still pulled back. [RLOO-6]
     losses = torch.max(losses1, losses2)
     return losses * mask, logratio, (losses2 > losses1) & mask
 
@@ -339,7 +339,7 @@ def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, 
     Returns: ({"eval/objective/..": mean}, episodes to show).
     """
     policy.eval()
-    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have as many
+    episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
     queries, query_mask = utils.left_pad([row.ids for row in rows], accelerator.device)
     key = args.seed, EVALUATION, 0
     with accelerator.autocast():
@@ -379,18 +379,18 @@ def main(args: Args):
     tokenizer, policy, reference, reward_model = load_models(args, engines.loading_device(accelerator))
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)  # [S]
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. Both are 1 if packing would
-    # change log-probs or scores.
+    # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. n and rollout_n are 1 where
+    # packing would change log-probs or scores.
     n, size, rollout_n = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
-    # score(rows, batch, model_scores) -> (rewards [M, F], scored [M]) adds the functions of --reward_fn, such as
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. One that returns None does not apply to a row,
-    # and is left out of the sum. One that returns NaN cannot judge, and then the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) calls also the functions of --reward_fn, e.g.
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row and leaves
+    # the sum. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # Rounded up: at least total_episodes are sampled. [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
@@ -398,11 +398,11 @@ def main(args: Args):
         # The k copies stand side by side, because baseline and packing take adjacent rows. [RLOO-1]
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
-    # sample(policy, queries, query_mask, episodes, n, key) is an object that wraps utils.sample or vLLM, with --overlap
-    # an update ahead. `is_another`: it samples with another engine or older weights.
+    # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
+    # update ahead. It `is_another` if its engine is another one, or its weights are older.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
-    # run.log calls it when it is due.
+    # run.log calls this when it is due.
     evaluation = functools.partial(
         evaluate, policy, sample, reference, reward_model, score, held_out, stop_ids, args, accelerator
     )
@@ -425,7 +425,7 @@ def main(args: Args):
             )  # [B / world, R]
             run.lap("rollout")
 
-            # ---- 2. Scores: rewards and log-probs --------------------------------------------------------------------
+            # ---- 2. Scores; log-probs ------------------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # enough for the KL; with one step the loss does not read them
@@ -446,7 +446,7 @@ def main(args: Args):
         #   response        a    b   EOS   .    .
         #   response_mask   1    1    1    0    0      the stop token counts: it has a log-prob and a KL
         ended = has_stopped(responses, response_mask, stop_ids)  # [B]
-        # The weighted sum of the F rewards that apply to this kind of prompt [REW-4]
+        # the weighted sum of the rewards that apply [REW-4]
         scores = (rewards_of_each * score.weights).nansum(1)  # [B]
         scores = missing_eos_scores(scores, ended, args.missing_eos_penalty, args.missing_eos_mode)  # [B]
         shaped_scores = shape_scores(scores, scored, args.normalize_reward, args.reward_clip_range)  # [B]
@@ -498,7 +498,7 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # The sampler against this forward (0 up to rounding), and the old one against it (1).
+                        # With the same weights they are 0 and 1, up to rounding.
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 if not num_actions:  # Adam's momentum alone would move the weights.
@@ -509,7 +509,7 @@ def main(args: Args):
         run.lap("optimise")
 
         # ---- 6. Log --------------------------------------------------------------------------------------------------
-        # `objective/kl` and entropy are those of the policy that sampled.
+        # `objective/kl` and `objective/entropy` are those of the policy that sampled.
         logged = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
         logged_kl = (logged - ref_logprobs).sum(1)  # [B]
         metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, ended, batch, k)

@@ -38,7 +38,7 @@ from rlhf_details.utils import EVALUATION
 
 
 @dataclass
-class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
+class Args(flags.RunArgs):  # inherits the shared flags
     exp_name: str = "train_sft"
     output_dir: str = "models/sft"
 
@@ -81,7 +81,7 @@ class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     learning_rate: float = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
-    """course of the learning rate over the steps"""
+    """learning-rate schedule over the steps"""
     warmup_ratio: float = 0.0
     """share of the steps over which the learning rate rises linearly"""
     adam_eps: float = 1e-5
@@ -98,8 +98,8 @@ class Args(flags.RunArgs):  # inherits the flags of run, data, models and memory
     """sampling temperature; the loss is always that of temperature 1"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy" without --dataset), other data by the
-# smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy"), else those of the smallest number
+# above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy": dict(
         eval_dataset="toy:test",
@@ -228,7 +228,7 @@ def evaluate(language_model, rows, tokenizer, args, accelerator):
         return {}
     language_model.eval()
     device, size, means = accelerator.device, args.micro_batch_size, utils.Means(accelerator.device)
-    places, mine = data.my_share(rows, accelerator)  # filled up, so that all processes have as many
+    places, mine = data.my_share(rows, accelerator)  # filled up, so that all processes have equally many
     tokens, mask, is_target = tokens_and_targets(mine, args.completion_only, device)  # [N / world, L]
     batch = [tokens, mask, is_target & (places < len(rows)).unsqueeze(1)]
     prompts = [i for i, row in enumerate(rows) if row.ids and row.columns["prompt"]]  # Rows of `text` have none.

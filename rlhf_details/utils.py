@@ -31,7 +31,7 @@ def masked_whiten(x, mask, shift_mean=True):
 
     Source: openai/lm-human-preferences, lm_human_preferences/utils/core.py.
     """
-    # Subtract one entry first: equal entries then give exactly 0, and not rounding divided by the root of 1e-8.
+    # Subtract one entry first: equal entries then give exactly 0, not amplified rounding.
     first = x.take(mask.int().argmax())
     x = x - first
     mean = masked_mean(x, mask)
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     query_mask: torch.Tensor  # [B, Q] bool
     responses: torch.Tensor  # [B, R] int64, right-padded
     response_mask: torch.Tensor  # [B, R] bool, True up to and including the token that ended the response
-    widths: tuple = ()  # of `split`: the first column with a query's token, and the length of the longest response
+    widths: tuple = ()  # from `split`: the first column with a query's token, and the length of the longest response
 
 
 def split(batch, parts):
@@ -89,7 +89,7 @@ def slices(num_rows, size):
 
 
 def trim(batch, extra=0):
-    """The Batch without columns that are all padding; `extra` ones stay after the longest response."""
+    """The Batch without columns that are all padding; `extra` more are kept after the longest response."""
     first, width = batch.widths or split(batch, [slice(None)])[0][1].widths
     return Batch(
         batch.queries[:, first:],
@@ -106,11 +106,11 @@ def in_slices(function, model, batch, size, *rest):
 
 
 def token_logprobs(logits, hidden, labels, size, compare=None, states=None, entropy_gradient=False):
-    """Log-probs of the labels and entropies, fp32 and of the labels' shape, and for distillation what `compare` says.
+    """The labels' log-probs, and entropies, fp32 and of the labels' shape; for distillation also what `compare` says.
 
-    Args: logits(hidden [K, H]) -> logits / T [K, V] fp32; hidden [.., H], the states before the tokens; labels [..];
-    size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states` [.., H']) -> [K];
-    entropy_gradient, whether entropies have one.
+    Args: logits(hidden [K, H]) -> logits / T [K, V] fp32, of K tokens; hidden [.., H], the states before the tokens;
+    labels [..]; size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states`
+    [.., H']) -> [K]; entropy_gradient, whether entropies have one.
     """
 
     def of_piece(hidden, labels, *states):
@@ -123,7 +123,7 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None, entr
     flat = hidden.flatten(0, -2), labels.flatten(), *([states.flatten(0, -2)] if compare else [])
     # All logits at once would take V floats per token, and as many for gradients. [GEN-8]
     pieces = [x.split(max(1, size)) for x in flat]
-    # The backward pass recomputes each piece.
+    # If there are several, the backward pass recomputes each.
     run_piece = functools.partial(checkpoint, of_piece, use_reentrant=False) if len(pieces[0]) > 1 else of_piece
     found = zip(*map(run_piece, *pieces), strict=True)
     return tuple(torch.cat(x).reshape(labels.shape) for x in found)
@@ -132,13 +132,13 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None, entr
 # ---- orders and optimiser --------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
 def permutation(n, *coordinates):
-    """A shuffle of range(n), as a tuple, which the integer coordinates decide, e.g. (seed, epoch)."""
+    """A shuffle of range(n), as a tuple, fixed by integers such as (seed, epoch)."""
     # numpy pads seeds with zeros: without their length first, (1, 2) and (1, 2, 0) would be the same.
     return tuple(np.random.default_rng((len(coordinates), *coordinates)).permutation(n).tolist())
 
 
 def rows_of_update(update, count, num_rows, seed):
-    """The numbers of the `count` rows of an update (from 1): pass after pass over num_rows rows."""
+    """The numbers of the `count` rows of update 1, 2, ..: pass after pass over num_rows rows."""
     stream = range((update - 1) * count, update * count)
     # Each pass has another order, which only the seed and its number decide. [DATA-7]
     return [permutation(num_rows, seed, i // num_rows)[i % num_rows] for i in stream]
@@ -160,7 +160,7 @@ def learning_rate_at(step, num_steps, learning_rate, schedule, warmup_ratio=0.0)
 def adamw(model, learning_rate, eps, weight_decay):
     """torch's AdamW over the trained parameters of a model, biases and norms included."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # Explicit, since torch's defaults fit neither: weight decay 0.01 is not RLOO's, eps 1e-8 not PPO's. [OPT-4]
+    # Explicit, since torch's defaults differ: from RLOO's in weight decay (0.01), from PPO's in eps (1e-8). [OPT-4]
     return torch.optim.AdamW(parameters, lr=learning_rate, eps=eps, weight_decay=weight_decay)
 
 
@@ -193,7 +193,7 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     A token is argmax(logits / T + Gumbel noise), which is a draw from the softmax. The noise depends on (key, number of
     the episode, step, token id) alone, so no grouping of episodes and no number of processes changes it.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode; its mask
-    is None without padding, and it must not call collectives, since processes stop after different steps; queries,
+    may be None (no padding), and it must not call collectives, since processes stop after different steps; queries,
     query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], their numbers; stop_ids [S], or
     none; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n; room [B],
     the most tokens of each response, where some may have fewer than response_length.
@@ -209,7 +209,7 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
 
 @torch.no_grad()
 def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop_ids, key, room):
-    """As `sample`, of all episodes at once."""
+    """As `sample`, for all episodes at once."""
     queries, query_mask = queries[::n], query_mask[::n]  # [W, Q]: the prompt of a row is computed once.
     first, num_real = torch.stack([query_mask.any(0).int().argmax(), query_mask.sum()]).tolist()
     queries, query_mask = queries[:, first:], query_mask[:, first:]  # Everything before `first` is padding.
@@ -236,7 +236,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
-        # There may be several: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
+        # Several may stop it: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
         # The stop token itself stays in the mask. [GEN-5]
         alive = alive & ~torch.isin(token, stop_ids) & (t + 1 < room)
         # `any` synchronises with the GPU, so check every 16 steps and waste at most 15.
@@ -244,9 +244,9 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         if t + 1 == response_length or (is_asked and not alive.any()):
             break
         seen = visible[..., : Q + n * (t + 1)] if n > 1 or is_padded else None
-        tokens = (token * alive).reshape(W, n)  # Finished rows run on with token 0.
+        tokens = (token * alive).reshape(W, n)  # Finished responses run on with token 0.
         # Positions do not count the prompt's padding. [GEN-6]
-        positions = position + t * alive.reshape(W, n)  # Finished rows must not reach beyond the model's context.
+        positions = position + t * alive.reshape(W, n)  # Finished ones must not reach beyond the model's context.
         logits = policy(tokens, seen, positions, each, cache=cache).flatten(0, 1)  # [W, n, V] -> [B, V]
     return responses, mask, logprobs
 
@@ -277,7 +277,7 @@ class Means:
 
     def add_ratios(self, logratio, mask):
         """Adds exp(logratio), for val/ratio and val/ratio_var."""
-        # A float near 1 has few digits for its distance to 1, so the distance is added up.
+        # Sums of ratio - 1 keep the digits that a float near 1 loses.
         ratio_minus_1 = logratio.expm1()
         self.add({"ratio_minus_1": ratio_minus_1, "ratio_minus_1_squared": ratio_minus_1**2}, mask)
 

@@ -8,6 +8,7 @@ An answer that fails, is cut off or cannot be read abstains (NaN). `compared` co
 """
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ Below are a prompt and a response to it. Say of each criterion whether the respo
 {criteria}
 
 ### Your answer
-End with a JSON object of the numbers and true or false, such as {{"1": true, "2": false}}."""
+End with a JSON object of the {count} numbers and true or false, such as {example}."""
 OPTIONS = {"model": os.environ.get("JUDGE_MODEL", "judge"), "temperature": 0, "max_tokens": 512}
 
 
@@ -73,8 +74,11 @@ def points(answer):
 async def rubric(prompts, completions):
     """The points of each response."""
     criteria = "\n".join(f"{number}. {text}" for number, text in enumerate(CRITERIA, 1))
+    # The example has all numbers, because small judges copy it.
+    example = json.dumps({str(number): number % 2 == 1 for number in range(1, len(CRITERIA) + 1)})
+    ask = functools.partial(TEMPLATE.format, criteria=criteria, count=len(CRITERIA), example=example)
     pairs = zip(prompts, completions, strict=True)
-    answers = await ask_all(TEMPLATE.format(prompt=p, response=r, criteria=criteria) for p, r in pairs)
+    answers = await ask_all(ask(prompt=p, response=r) for p, r in pairs)
     unread = [x for x in answers if x and math.isnan(points(x))]
     if unread:
         first = console.in_one_line(unread[0])[-200:]

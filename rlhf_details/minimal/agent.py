@@ -1,6 +1,6 @@
 """
 RLOO over several turns in one process and without options. It reproduces the metrics of train_agent.py up to rounding;
-that file adds options, other data, less memory, several processes and resuming.
+that file adds options, other data, several processes and resuming, and saves memory.
 
 A policy answers each prompt k times. An environment reads each answer and replies, the policy goes on, and so forth: a
 trajectory. Trajectories that score better than their siblings become more likely, others less. What the environment
@@ -40,10 +40,10 @@ def sample(policy, tokens, mask, eos, room, keys):
     for t in range(room.max()):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The name of the cache argument depends on the release of transformers.
+        # The name of the cache argument depends on the version of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [N, V]
-        # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
+        # The argmax of logits + Gumbel noise is a draw from the logits' softmax. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [N]
         tokens, mask = torch.cat([tokens, token.unsqueeze(1)], 1), torch.cat([mask, alive.unsqueeze(1)], 1)
         alive = alive & (token != eos) & (t + 1 < room)  # EOS itself stays in the mask. [GEN-5]

@@ -1,6 +1,6 @@
 """
 On-policy distillation in one process and without options. It reproduces the metrics of train_distill.py up to
-rounding; that file adds options, other data, less memory, several processes and resuming.
+rounding; that file adds options, other data, several processes and resuming, and saves memory.
 
 A policy, the student, answers prompts. A teacher with the same tokens says of each token how likely it was, and tokens
 that the teacher finds more likely than the student become more likely (Lu and Thinking Machines Lab, 2025).
@@ -24,21 +24,21 @@ learning_rate, max_grad_norm = 1e-3, 1.0
 
 @torch.no_grad()
 def sample(policy, tokens, mask, eos, update):
-    """Adds a response to each query, token by token: tokens and mask [B, Q + R].
+    """Adds a response to each query, token by token: tokens and mask, [B, Q] -> [B, Q + R].
 
     tokens   .    p    p    a    b   EOS   .    .     p p: query   a b EOS: response
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token id) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The name of the cache argument depends on the release of transformers.
+        # The name of the cache argument depends on the version of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
-        # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
+        # The argmax of logits + Gumbel noise is a draw from the logits' softmax. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [B]
         tokens, mask = torch.cat([tokens, token.unsqueeze(1)], 1), torch.cat([mask, alive.unsqueeze(1)], 1)
         alive = alive & (token != eos)  # EOS itself stays in the mask. [GEN-5]

@@ -1,9 +1,9 @@
 """
 GRPO (arXiv 2402.03300) in one process and without options. It reproduces the metrics of train_grpo.py up to rounding;
-that file adds options, other data, less memory, several processes and resuming.
+that file adds options, other data, several processes and resuming, and saves memory.
 
 A policy answers each prompt k times. Answers that score better than their siblings become more likely, others less. The
-differences are divided by their spread in the group, and the KL from the initial policy is a loss.
+differences are divided by their spread in the group, and the KL to the initial policy is part of the loss.
 
 Shapes    B: episodes, the k of a prompt adjacent   Q: query tokens, left-padded   R: response tokens, right-padded
           V: vocabulary   H: hidden size
@@ -23,27 +23,27 @@ k = 4  # responses to each prompt
 B = 256  # episodes of an update
 R = 36  # maximum length of a response
 kl_coef = 0.1  # weight of the KL in the loss
-missing_eos_penalty = 3.0  # points of score for a response that does not end
+missing_eos_penalty = 3.0  # score lost without an EOS
 learning_rate, max_grad_norm = 5e-4, 1.0
 
 
 @torch.no_grad()
 def sample(policy, tokens, mask, eos, update):
-    """Adds a response to each query, token by token: tokens and mask [B, Q + R].
+    """Adds a response to each query, token by token: tokens and mask, [B, Q] -> [B, Q + R].
 
     tokens   .    p    p    a    b   EOS   .    .     p p: query   a b EOS: response
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token id) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The name of the cache argument depends on the release of transformers.
+        # The name of the cache argument depends on the version of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
-        # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
+        # The argmax of logits + Gumbel noise is a draw from the logits' softmax. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [B]
         tokens, mask = torch.cat([tokens, token.unsqueeze(1)], 1), torch.cat([mask, alive.unsqueeze(1)], 1)
         alive = alive & (token != eos)  # EOS itself stays in the mask. [GEN-5]
@@ -62,8 +62,8 @@ def scores_of(reward_model, tokens, mask):
     """The reward model's score of each response, read at its last token, [B]."""
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
-    last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
-    # train_reward.py stores this shift, which transformers does not apply. [REW-1]
+    last = positions.argmax(1)  # [B]: right padding repeats the last position; argmax finds the first. [REW-2]
+    # train_reward.py stores this bias, which transformers does not apply. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 
@@ -101,7 +101,7 @@ def main(updates=100):
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)  # [GRPO-1]
         advantages = advantages.reshape(-1, 1)  # [B, 1], the same for all tokens of a response
 
-        # ---- 5. Optimise: REINFORCE of tokens and the KL, one step for each rollout
+        # ---- 5. Optimise: REINFORCE for each token plus the KL, one step for each rollout
         logratio = ref_logprobs - logprobs  # [B, R]
         kl_losses = logratio.expm1() - logratio  # "k3", which is never negative [GRPO-2]
         loss = (-advantages * logprobs + kl_coef * kl_losses)[mask].mean()  # over the tokens of all responses

@@ -1,6 +1,6 @@
 """
 PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. It reproduces the metrics of
-train_ppo.py up to rounding; that file adds options, other data, less memory, several processes and resuming.
+train_ppo.py up to rounding; that file adds options, other data, several processes and resuming, and saves memory.
 
 Each token of a response is an action. A value model predicts the reward still to come. Tokens that turn out better than
 predicted become more likely, others less, and the clip removes the incentive to move far in one update.
@@ -32,21 +32,21 @@ learning_rate, max_grad_norm = 5e-4, 1.0
 
 @torch.no_grad()
 def sample(policy, tokens, mask, eos, update):
-    """Adds a response to each query, token by token: tokens and mask [B, Q + R].
+    """Adds a response to each query, token by token: tokens and mask, [B, Q] -> [B, Q + R].
 
     tokens   .    p    p    a    b   EOS   .    .     p p: query   a b EOS: response
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token id) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The name of the cache argument depends on the release of transformers.
+        # The name of the cache argument depends on the version of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
-        # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
+        # The argmax of logits + Gumbel noise is a draw from the logits' softmax. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [B]
         tokens, mask = torch.cat([tokens, token.unsqueeze(1)], 1), torch.cat([mask, alive.unsqueeze(1)], 1)
         alive = alive & (token != eos)  # EOS itself stays in the mask. [GEN-5]
@@ -65,8 +65,8 @@ def scores_of(reward_model, tokens, mask):
     """The reward model's score of each response, read at its last token, [B]."""
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
-    last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
-    # train_reward.py stores this shift, which transformers does not apply. [REW-1]
+    last = positions.argmax(1)  # [B]: right padding repeats the last position; argmax finds the first. [REW-2]
+    # train_reward.py stores this bias, which transformers does not apply. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 

@@ -1,9 +1,10 @@
 """
 RLOO (arXiv 2402.14740) in one process and without options. It reproduces the metrics of train_rloo.py up to rounding;
-that file adds options, other data, less memory, several processes and resuming. Tags such as [REW-2] are explained in
-benchmark/checks/details.md.
+that file adds options, other data, several processes and resuming, and saves memory. Tags such as [REW-2] have their
+explanation in benchmark/checks/details.md.
 
-A policy answers each prompt k times. Answers that score better than their siblings become more likely, others less.
+A policy answers each prompt k times; a prompt with one answer is an episode. Answers whose reward is above the mean of
+their siblings' become more likely, others less.
 
 Shapes    B: episodes, the k of a prompt adjacent   Q: query tokens, left-padded   R: response tokens, right-padded
           V: vocabulary   H: hidden size
@@ -29,21 +30,21 @@ learning_rate, max_grad_norm = 5e-4, 1.0
 
 @torch.no_grad()
 def sample(policy, tokens, mask, eos, update):
-    """Adds a response to each query, token by token: tokens and mask [B, Q + R].
+    """Adds a response to each query, token by token: tokens and mask, [B, Q] -> [B, Q + R].
 
     tokens   .    p    p    a    b   EOS   .    .     p p: query   a b EOS: response
     mask     0    1    1    1    1    1    0    0     EOS counts: it has a log-prob and a KL
     """
     alive, cache = mask.new_ones(B), DynamicCache(config=policy.config)
-    # Noise depends on (seed, purpose, update, episode, step, token) alone, so runs with the same seed match. [GEN-4]
+    # Noise depends on (seed, purpose, update, episode, step, token id) alone, so runs with the same seed match. [GEN-4]
     keys = noise.keys_of_episodes((seed, utils.TRAINING, update), torch.arange(B, device=device))
     for t in range(R):
         new = slice(cache.get_seq_length(), None)  # not in the cache yet
         positions = utils.positions_from_mask(mask)  # They do not count padding. [GEN-6]
-        # The name of the cache argument depends on the release of transformers.
+        # The name of the cache argument depends on the version of transformers.
         inputs = dict(attention_mask=mask, position_ids=positions[:, new]) | {utils.name_of_cache(policy): cache}
         logits = policy(tokens[:, new], **inputs).logits[:, -1]  # [B, V]
-        # The argmax of logits + Gumbel noise is a draw from their softmax. [GEN-1]
+        # The argmax of logits + Gumbel noise is a draw from the logits' softmax. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1) * alive  # [B]
         tokens, mask = torch.cat([tokens, token.unsqueeze(1)], 1), torch.cat([mask, alive.unsqueeze(1)], 1)
         alive = alive & (token != eos)  # EOS itself stays in the mask. [GEN-5]
@@ -62,8 +63,8 @@ def scores_of(reward_model, tokens, mask):
     """The reward model's score of each response, read at its last token, [B]."""
     trunk, positions = reward_model.base_model, utils.positions_from_mask(mask)
     hidden = trunk(tokens, attention_mask=mask, position_ids=positions).last_hidden_state  # [B, Q + R, H]
-    last = positions.argmax(1)  # [B]: padding repeats the last position, and argmax finds the first. [REW-2]
-    # train_reward.py stores this shift, which transformers does not apply. [REW-1]
+    last = positions.argmax(1)  # [B]: right padding repeats the last position; argmax finds the first. [REW-2]
+    # train_reward.py stores this bias, which transformers does not apply. [REW-1]
     return reward_model.score(hidden[torch.arange(B), last]).squeeze(1) + reward_model.config.reward_bias
 
 

@@ -1,6 +1,6 @@
 """
 SFT in one process and without options: a small language model learns from texts that people wrote. It reproduces
-the metrics of train_sft.py up to rounding; that file adds options, other data, less memory, processes and resuming.
+the metrics of train_sft.py up to rounding; that file adds options, other data, several processes and resuming.
 
 Shapes    B: rows of a minibatch   L: tokens of a row, left-padded   V: vocabulary
 """
