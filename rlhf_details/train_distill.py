@@ -10,7 +10,7 @@ minimal/distill.py is the algorithm alone; this file adds GKD's divergences, --g
    KL(teacher || student), and 1 the reverse KL, of which `sampled` is an estimate.
 4. With jsd, --on_policy_share mixes in updates on the data set's completions. --teacher_prompt_template shows the
    teacher more than the student, such as the answer.
-5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
+5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
 Left out on purpose: top-k and top-p, which would sample from another policy; teachers with another
 tokenizer or temperature, or behind a server; responses that the teacher writes (make them a data set); and a reward

@@ -9,7 +9,7 @@ algorithm alone; this file adds DAPO, Dr. GRPO, GSPO and CISPO, packed rows and 
    each response, and cispo clips only the weight of log p. Losses are averaged over all tokens (DAPO), under gspo over
    each response first (the GRPO paper).
 4. n of the k responses share a row and the computation of their prompt, where the model accepts a 4-D mask.
-5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
+5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
 Left out on purpose: top-k and top-p, which would sample from another policy, and DAPO's dynamic
 sampling (val/equal_scores is the share of groups that it would replace).

@@ -7,14 +7,12 @@ loop. minimal/ppo.py is N+'s alone; this file adds the other recipe, options of 
 2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
 3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
 4. N+, the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
-   Unlike here, N+ replaces the score of an unfinished response, averages each micro-batch for itself, whitens within a
-   process, and takes the old log-probs from the sampler.
+   docs/guides/7_differences.md says where this page differs from both.
    lm-human-preferences (benchmark/recipes/ppo_sentiment.toml): a value head on the policy's trunk that starts at zero,
    an adaptive kl_coef, whitened rewards, and a reward model that reads up to a full stop.
-5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
+5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
-Left out on purpose: top-k and top-p, which would sample from another policy, and an entropy bonus, which neither recipe
-has.
+Left out on purpose: top-k and top-p, which would sample from another policy, and an entropy bonus.
 
 A tag such as [PPO-3] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
@@ -100,7 +98,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     cliprange: float = 0.2
     """clip range of the probability ratio"""
     cliprange_value: float = 0.2
-    """clip range of the change of a value"""
+    """clip range of a value's change"""
     vf_coef: float = 0.1
     """weight of the value loss"""
     gamma: float = 1.0

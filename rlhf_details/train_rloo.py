@@ -6,7 +6,7 @@ alone; this file adds REINFORCE++, more than one step per rollout, packed rows a
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model.
 3. One optimiser step per rollout is exactly REINFORCE. More steps use PPO's clipped loss.
 4. n of the k responses share a row and the computation of their prompt, where the model accepts a 4-D mask.
-5. Sampling and shuffling are functions of (seed, update, episode, ..), never of a generator's state.
+5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
 Left out on purpose: a KL term in the loss; top-k and top-p, which would sample from another policy.
 
