@@ -94,3 +94,12 @@ def test_a_signal_in_the_middle_of_a_print_is_heard(in_tmp):
             pass
         assert process.wait() == signal.SIGTERM
     os.close(reader)
+
+
+@pytest.mark.slow
+def test_deepspeed_does_not_say_that_a_cpu_is_one():
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    code = "from rlhf_details.plumbing.inputs import cli\n"
+    code += "cli.parse = print; cli.main(lambda args: __import__('deepspeed').logger.warning('another line'), None)"
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert "another line" in done.stdout and "accelerator" not in done.stdout, done.stdout + done.stderr

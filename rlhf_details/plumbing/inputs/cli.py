@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import math
 import re
 import shlex
@@ -33,6 +34,8 @@ def main(function, args_class):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()  # It would tell of each attempt to reach the Hub.
+    # DeepSpeed, where it is installed, says on every CPU that it is one.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     function(parse(args_class))
     console.leave_group()
 
