@@ -587,7 +587,7 @@ def main(args: Args):
             # Siblings may share a row, so a group stays whole. [RLOO-8]
             shuffled = episodes.reshape(-1, k)[order].flatten()  # [B]
             for number, minibatch in enumerate(shuffled.chunk(args.num_mini_batches)):
-                # Both count over all processes.
+                # over all processes
                 num_actions, num_responses = is_action[minibatch].sum(), learns[minibatch].sum()
                 micro_batches = utils.split(batch, minibatch.chunk(world)[rank].split(size))
                 for m, micro_batch in engines.accumulate(accelerator, policy, micro_batches):  # m: its episodes

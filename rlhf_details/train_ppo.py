@@ -78,13 +78,13 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     kl_horizon: float = 10_000
     """adaptive_kl: episodes over which kl_coef changes by about a fifth at most"""
     whiten_rewards: bool = False
-    """lm-human-preferences: scale the rewards of the batch to variance 1 and keep their mean"""
+    """lm-human-preferences: scale the batch's rewards to variance 1, keeping their mean"""
     score_scaling: bool = False
-    """divide the scores by their running standard deviation"""
+    """divide scores by their running standard deviation"""
     score_norm: bool = False
     """subtract the scores' running mean"""
     score_clip: float | None = None
-    """clip the scores to [-c, c], after scaling"""
+    """clip scores to [-c, c], after scaling"""
 
     # algorithm
     total_episodes: int = 1_000_000
@@ -111,7 +111,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     """a model of its own that starts as the reward model (N+), or a zero head on the policy's trunk
     (lm-human-preferences)"""
     target_kl: float | None = None
-    """stop the passes after one whose approxkl, the mean of 0.5 * log-ratio^2, exceeds 1.5 times this"""
+    """stop the passes after one whose mean of 0.5 * log-ratio^2 exceeds 1.5 times this"""
     ratio_threshold: float | None = None
     """skip the step of a minibatch whose mean probability ratio exceeds this"""
 
@@ -589,7 +589,7 @@ def main(args: Args):
         # Ratio, logged KL and entropy are those of the policy that sampled, which --overlap makes one update old. The
         # tokens pay for the KL of the policy as it is now. [GEN-11]
         old_logprobs = sample.behaviour_logprobs(old_logprobs, sampled_logprobs)  # [B, R]
-        logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], the estimate "k1", whatever --kl_penalty is
+        logged_kl = (old_logprobs - ref_logprobs).sum(1)  # [B], "k1", whatever --kl_penalty is
         # A response that is not scored gives no gradient. [REW-8]
         action_mask = response_mask & scored.unsqueeze(1)  # [B, R]
         state_mask = value_mask(response_mask) & scored.unsqueeze(1)  # [B, R]
@@ -616,7 +616,7 @@ def main(args: Args):
             epoch_kl = 0.0
             for number, minibatch in enumerate(episodes[order].chunk(args.num_mini_batches)):
                 of_minibatch = utils.Means(device)
-                # Both count over all processes.
+                # over all processes
                 num_actions, num_states = action_mask[minibatch].sum(), state_mask[minibatch].sum()
                 share = minibatch.chunk(world)[rank]
                 # Rows of similar lengths share a micro-batch, which is as wide as its longest.
@@ -669,7 +669,7 @@ def main(args: Args):
                     optimizer.param_groups[0]["eps"] = args.adam_eps / math.sqrt(1 - 0.999 ** state["adam_step"])
                 norm = engines.clip_and_step(accelerator, policy, optimizer, args.max_grad_norm, run, number)
                 means.add({"policy/grad_norm": norm})
-            # The policy has moved too far from the one that sampled. [PPO-18]
+            # The policy has moved too far from the sampler. [PPO-18]
             if args.target_kl is not None and epoch_kl > 1.5 * args.target_kl:
                 break
         run.lap("optimise")
@@ -677,7 +677,7 @@ def main(args: Args):
         # ---- 6. Log --------------------------------------------------------------------------------------------------
         metrics = means.reduce(accelerator) | score.metrics(rewards_of_each, scores, scored, ended, batch, 1)
         mean_kl = utils.masked_mean(logged_kl, scored)
-        # as added to the rewards, before whitening [LOG-5]
+        # as added to rewards, before whitening [LOG-5]
         non_score_reward = -state["kl_coef"] * utils.masked_mean(kl_penalties.sum(1), scored)
         total_loss = metrics["loss/policy_avg"] + args.vf_coef * metrics["loss/value_avg"]
         value_mean, value_var = mean_and_variance(values, state_mask)
@@ -705,7 +705,7 @@ def main(args: Args):
         shown = rows, responses, read_mask, ended, scores.masked_fill(~scored, math.nan), logged_kl
         run.log(update, metrics, shown, evaluation)
         if args.adaptive_kl:
-            # This comes last: the batch's rewards and metrics used the old coefficient. [PPO-16]
+            # last, since the batch's rewards and metrics used the old coefficient [PPO-16]
             state["kl_coef"] = adapt_kl_coef(state["kl_coef"], mean_kl.item(), args.kl_target, args.kl_horizon, B)
         run.checkpoint_if_due(update, policy, optimizer, state)
     return run.finish(policy)
