@@ -104,7 +104,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     gamma: float = 1.0
     """discount of a token's reward"""
     lam: float = 0.95
-    """GAE's lambda: 1 trusts the rewards, 0 the values"""
+    """GAE's lambda: 1 trusts rewards, 0 values"""
     normalize_advantage: bool = True
     """whiten the advantages over the whole batch"""
     value_model: Literal["separate", "shared"] = "separate"
