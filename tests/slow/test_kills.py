@@ -115,7 +115,7 @@ POOL = """
 import multiprocessing, time
 kept = []
 def slow(text):
-    time.sleep(0.02)
+    time.sleep(0.25)  # so long that the signal meets workers that are busy
     return float(len(text))
 def f(prompts, completions):
     kept or kept.append(multiprocessing.get_context("fork").Pool(2))
