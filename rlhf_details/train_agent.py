@@ -91,7 +91,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     total_episodes: int = 10_000
     """trajectories sampled in the whole run, rounded up to whole batches"""
     batch_size: int = 64
-    """episodes per update, over all processes (B)"""
+    """trajectories per update, over all processes (B)"""
 
     # optimiser
     learning_rate: float = 1e-5
@@ -108,8 +108,8 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     """clip the gradient's global norm; None: only log it"""
 
 
-# Presets replace the defaults above. Embedded tasks are looked up by name ("toy-tools" without --dataset), other data
-# by the smallest number above the model's parameter count. docs/guides/1_your_data.md says where they are from.
+# Presets replace the defaults above: an embedded task's by name (default: "toy-tools"), else those of the smallest
+# number above the model's parameter count. docs/guides/1_your_data.md has their sources.
 presets = {
     "toy-tools": dict(
         eval_dataset="toy-tools:test",

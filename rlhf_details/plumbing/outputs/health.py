@@ -14,7 +14,7 @@ GUIDE = "docs/guides/8_my_run_looks_wrong.md"
 SIGNS = {  # sign: (what is seen of the number and its bound, what to do, section of GUIDE)
     "kl": (
         "the KL to the reference is {:.1f} nats per response, above {:g}",
-        "the policy over-optimises the reward: raise --kl_coef, lower --learning_rate, or stop earlier",
+        "the policy may over-optimise the reward: raise --kl_coef, lower --learning_rate, or stop earlier",
         "kl-explodes",
     ),
     "kl_zero": (
@@ -59,7 +59,7 @@ SIGNS = {  # sign: (what is seen of the number and its bound, what to do, sectio
     ),
     "entropy": (
         "the entropy of a token has fallen by a factor of {:.1f} since the first update, above {:g}",
-        "the policy repeats itself: raise --kl_coef, or lower --learning_rate",
+        "unless the reward is at its best, the policy repeats itself: raise --kl_coef, or lower --learning_rate",
         "all-answers-alike",
     ),
     "length": (
