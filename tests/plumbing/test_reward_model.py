@@ -89,7 +89,7 @@ def test_rm_2_two_runs_are_equal_bit_by_bit(rows, tiny):
 
 @pytest.mark.parametrize("tf_adam", [False, True])
 def test_rm_5_the_gain_follows_the_schedule_and_is_not_decayed(rows, tiny, monkeypatch, tf_adam):
-    """Epsilon is the flag's, or under --tf_adam that of TensorFlow in this step. [OPT-4]"""
+    """Epsilon is the flag's, or under --tf_adam that of TensorFlow in this step. [OPT-3] [OPT-4]"""
     gains = []
 
     def look(optimizer):
