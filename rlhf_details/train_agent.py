@@ -77,7 +77,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     temperature: float = 0.7
     """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """a turn ends with this token: "eos" (the tokenizer's or the chat template's), or a text that is one token"""
+    """a turn ends with this token: "eos" (any end that the model's files name), or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a trajectory that ran out of turns or tokens pays, in points of score; None: nothing"""
 
@@ -390,7 +390,7 @@ def main(args: Args):
             found, said = rollout(policy, sample, env, rows[mine], episodes[mine], key, stop_ids, args)
             run.lap("rollout")
 
-            # ---- 2. Scores; log-probs ------------------------------------------------------------------------------
+            # ---- 2. Scores; log-probs --------------------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], *found[:2])
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
             old_logprobs = found.logprobs

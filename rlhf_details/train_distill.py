@@ -12,9 +12,9 @@ minimal/distill.py is the algorithm alone; this file adds GKD's divergences, --g
    teacher more than the student, such as the answer.
 5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
-Left out on purpose: top-k and top-p, which would sample from another policy; teachers with another
-tokenizer or temperature, or behind a server; responses that the teacher writes (make them a data set); and a reward
-beside the teacher: --reward_fn is only logged.
+Left out on purpose: top-k and top-p, which would sample from another policy; teachers with another tokenizer or
+temperature, or behind a server; responses that the teacher writes (make them a data set); and a reward beside the
+teacher: --reward_fn is only logged.
 
 A tag such as [DISTILL-1] marks an implementation detail: benchmark/checks/details.md has its source, test and effect.
 
@@ -65,7 +65,7 @@ class Args(flags.SamplingArgs):  # inherits the shared flags
     temperature: float = 1.0
     """temperature of sampling and of every log-prob, the teacher's too"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any end that the model's files name), "none", or a text that is one token"""
     reward_fn: tuple[str, ...] = ()
     """functions f(prompts, completions, **columns) -> rewards, FILE.py:function or package.module:function, to log"""
 

@@ -126,7 +126,7 @@ presets = {
 }
 
 
-# ---- model: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ----------------------------
+# ---- model: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ----------------
 class Policy(nn.Module):
     """Log-probs of given tokens, as fp32 numbers."""
 

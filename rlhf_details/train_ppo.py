@@ -7,9 +7,9 @@ loop. minimal/ppo.py is N+'s alone; this file adds the other recipe, options of 
 2. A value model says what every prefix is worth. GAE turns rewards and values into advantages, which are whitened.
 3. A rollout is used for several passes. The probability ratio of a token and the change of a value are clipped.
 4. N+, the defaults: a value model of its own that starts as the reward model, a fixed kl_coef.
-   docs/guides/7_differences.md says where this page differs from both.
    lm-human-preferences (benchmark/recipes/ppo_sentiment.toml): a value head on the policy's trunk that starts at zero,
    an adaptive kl_coef, whitened rewards, and a reward model that reads up to a full stop.
+   docs/guides/7_differences.md says where this page differs from both.
 5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
 Left out on purpose: top-k and top-p, which would sample from another policy, and an entropy bonus.
@@ -54,7 +54,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     temperature: float = 0.7
     """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any end that the model's files name), "none", or a text that is one token"""
     truncate_token: str = "none"
     """the reward model reads up to this token: "eos", "none" (all), or a text that is one token"""
     truncate_after: int = 0

@@ -122,7 +122,7 @@ presets = {
 }
 
 
-# ---- model: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ----------------------------
+# ---- model: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ----------------
 class Reward(nn.Module):
     """Scores: gain * head(the state of a row's last real token). There is no bias, because the loss cannot see one."""
 

@@ -51,7 +51,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     temperature: float = 0.7
     """temperature of sampling and of every log-prob"""
     stop_token: str = "eos"
-    """what ends sampling: "eos" (the tokenizer's or the chat template's), "none", or a text that is one token"""
+    """what ends sampling: "eos" (any end that the model's files name), "none", or a text that is one token"""
     missing_eos_penalty: float | None = 1.0
     """what a response without the stop token pays, in points of score"""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -425,7 +425,7 @@ def main(args: Args):
             )  # [B / world, R]
             run.lap("rollout")
 
-            # ---- 2. Scores; log-probs ------------------------------------------------------------------------------
+            # ---- 2. Scores; log-probs --------------------------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # enough for the KL; with one step the loss does not read them

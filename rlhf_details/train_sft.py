@@ -147,7 +147,7 @@ presets["toy-tools"] = presets["toy"] | dict(
 )
 
 
-# ---- model: one call is one forward, so that DDP, FSDP and DeepSpeed see all parameters ----------------------------
+# ---- model: what is trained runs inside `forward`, so that DDP, FSDP and DeepSpeed see all parameters ----------------
 class LanguageModel(nn.Module):
     """The cross-entropy of targets, or for the sampler next-token logits of softmax(logits / temperature), in fp32."""
 

@@ -3,8 +3,8 @@ RLOO (arXiv 2402.14740) in one process and without options. It reproduces the me
 that file adds options, other data, several processes and resuming, and saves memory. Tags such as [REW-2] have their
 explanation in benchmark/checks/details.md.
 
-A policy answers each prompt k times; a prompt with one answer is an episode. Answers whose reward is above the mean of
-their siblings' become more likely, others less.
+A policy answers each prompt k times; a prompt with one answer is an episode. Answers whose reward is above
+their siblings' mean become more likely, others less.
 
 Shapes    B: episodes, the k of a prompt adjacent   Q: query tokens, left-padded   R: response tokens, right-padded
           V: vocabulary   H: hidden size

@@ -66,6 +66,12 @@ RUNS = [  # page, what a reward function gives a completion c, flags, signs that
 ]
 
 
+@pytest.mark.parametrize("sign", ["clipfrac", "truncated", "ran_out", "reward_variance", "abstained"])
+def test_a_share_little_above_its_bound_is_not_printed_as_the_bound(sign):
+    seen, bound = re.findall(r"([\d.]+)%", health.SIGNS[sign][0].format(0.203, 0.2))
+    assert (seen, bound) == ("20.3", "20")
+
+
 @pytest.mark.parametrize("page, score, flags, signs", RUNS)
 def test_an_ill_run_says_so_once_and_at_its_end(tiny, few_prompts, in_tmp, capsys, page, score, flags, signs):
     """And where it is resumed it does not repeat what was said."""

@@ -56,6 +56,8 @@ def test_a_rubric_of_four_criteria_gets_points_and_answers_that_cannot_be_read_a
     monkeypatch.setattr(rubric, "CRITERIA", dict.fromkeys(["Kind.", "On topic.", "Twice.", "Ends."], 1))
     assert not any(map(math.isnan, asyncio.run(rubric.rubric([PROMPT] * 2, [RIGHT, WRONG]))))
     assert "cannot read" not in capsys.readouterr().out
+    monkeypatch.setattr(server, "answer", lambda judge, question: question.rpartition("such as ")[2])  # a small judge
+    assert not any(map(math.isnan, asyncio.run(rubric.rubric([PROMPT] * 2, [RIGHT, WRONG]))))
     monkeypatch.setattr(server, "answer", lambda judge, question: '{"1": true}')
     assert all(map(math.isnan, asyncio.run(rubric.rubric([PROMPT] * 2, [RIGHT, WRONG]))))
     assert 'cannot read 2 of 2 answers; the first ends with {"1": true}' in capsys.readouterr().out
