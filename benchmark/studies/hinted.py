@@ -1,5 +1,7 @@
-"""Sums with the answer in the prompt or without it, of self_teacher.toml, and answers that are wrong."""
+"""Sums and questions with their answers, in the prompt or after it, and sums with wrong answers."""
 
+import sys
+from pathlib import Path
 from random import Random
 
 from rlhf_details import toy
@@ -22,3 +24,15 @@ def mistaken():
     draw = Random(0)
     found = toy.rows("prompts", "train", "toy-sum")
     return [row | {"answer": str(int(row["answer"]) + (draw.random() < 0.3))} for row in found]
+
+
+def reasoning():
+    """The training questions of examples/reasoning/tasks.py, followed by their answers."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "reasoning"))
+    import tasks
+
+    answered = []
+    for row in tasks.train():
+        answer = {"role": "assistant", "content": row["answer"]}
+        answered.append(row | {"messages": [*row["messages"], answer]})
+    return answered

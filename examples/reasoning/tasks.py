@@ -9,8 +9,8 @@ Short reasoning tasks whose answers the package reasoning-gym makes and checks (
                 examples/reasoning/tasks.py:right         True where this score is 1
                 examples/reasoning/tasks.py:says_it       True where its last number or word is the right one
 
-A row has the columns messages, kind and entry (JSON of the package's own entry). Its messages begin with one worked
-example of the kind, so that the small model answers in the form that is asked for.
+A row has the columns messages, kind, answer and entry (JSON of the package's own entry). Its messages begin with one
+worked example of the kind, so that the small model answers in the form that is asked for.
 
 Where the right answer stands among other words, the package gives len(right one) / len(answer) of a point. So a model
 that stops explaining has a higher `score`, and reasons no better. `says_it` tells the two apart.
@@ -47,7 +47,7 @@ def row(kind, entry, examples):
         turns.append({"role": "user", "content": example["question"].strip()})
         turns.append({"role": "assistant", "content": example["answer"]})
     messages = [*turns, {"role": "user", "content": entry["question"].strip()}]
-    return {"messages": messages, "kind": kind, "entry": json.dumps(entry)}
+    return {"messages": messages, "kind": kind, "answer": entry["answer"], "entry": json.dumps(entry)}
 
 
 def rows(kinds, count, seed, but=()):
