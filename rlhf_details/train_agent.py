@@ -99,7 +99,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates that warm up"""
+    """the warm-up's share of the updates"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -167,7 +167,7 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # If it were the same object, the KL would stay 0. [MODEL-4]
+    # With the policy itself as reference the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     return tokenizer, policy.to(device), reference.to(device).eval()
 
@@ -259,7 +259,7 @@ def response_logprobs(policy, batch):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. Without stop_ids all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -279,7 +279,7 @@ def has_baseline(scored, k):
 def rloo_advantages(rewards, k, scored):
     """Each reward minus the mean reward of its scored siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
-    Args: rewards [B], the k >= 2 of a prompt adjacent; scored [B] bool. Returns: [B], 0 without `has_baseline`.
+    Args: rewards [B], the k >= 2 of a prompt adjacent; scored [B] bool. Returns: [B], 0 unless `has_baseline`.
     Source: arXiv 2402.14740, the estimator RLOO_k.
     """
     rewards, scored = (rewards * scored).reshape(-1, k), scored.reshape(-1, k)  # [P, k]
@@ -305,7 +305,7 @@ def rloo_policy_loss(logprobs, mask, advantages):
 def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, accelerator):
     """One trajectory of each held-out prompt, sampled as in training, with the same noise each time, and its score.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show).
+    Returns: ({"eval/objective/..": value}, episodes to show).
     """
     policy.eval()
     episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
@@ -361,7 +361,7 @@ def main(args: Args):
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     # sample(policy, queries, query_mask, episodes, n, key, room) is utils.sample with its other arguments filled in, or

@@ -91,7 +91,7 @@ class Args(flags.SamplingArgs):  # inherits the shared flags
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates that warm up"""
+    """the warm-up's share of the updates"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -219,7 +219,7 @@ def for_teacher(rows, batch):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. Without stop_ids all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -281,7 +281,7 @@ def is_sampled(update, share):
 def evaluate(policy, sample, teacher, score, prompts, stop_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time. Its score is -KL.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show).
+    Returns: ({"eval/objective/..": value}, episodes to show).
     """
     policy.eval()
     episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
@@ -337,7 +337,7 @@ def main(args: Args):
     # The student's forward calls the teacher's head, so each process keeps a whole teacher.
     teacher.stays_whole = is_jsd
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, teacher)
-    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, teacher])
 
     def prompts_of(update):
@@ -349,7 +349,7 @@ def main(args: Args):
         return generalized_jsd(logp, teacher.logits(states).log_softmax(-1), args.beta)
 
     # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
-    # update ahead. It `is_another` if its engine is another one, or its weights are older.
+    # update ahead. `sample.is_another`: another engine, or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     if is_jsd and sample.is_another:
         console.say("--divergence jsd: not corrected; another policy samples the states, and each is compared exactly")
@@ -365,7 +365,7 @@ def main(args: Args):
         optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
-        rows = prompts_of(update)  # B rows of the data set
+        rows = prompts_of(update)  # [B]
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         is_on_policy = is_sampled(update, args.on_policy_share)
         policy.eval()

@@ -4,11 +4,11 @@ algorithm alone; this file adds DAPO, Dr. GRPO, GSPO and CISPO, packed rows and 
 
 1. Each prompt gets a group of k responses. Every token is an action, and the tokens of a response share its advantage:
    (score - mean of the group) / standard deviation of the group. There is no value model.
-2. The KL is a term of the loss, kl_coef * k3 at each token, and not of the reward.
+2. The KL, estimated at each token, is a term of the loss and not of the reward.
 3. Several optimiser steps per rollout use PPO's clipped loss with a ratio for each token; --objective gspo has one for
    each response, and cispo clips only the weight of log p. Losses are averaged over all tokens (DAPO), under gspo over
    each response first (the GRPO paper).
-4. n of the k responses share a row and the computation of their prompt, where the model accepts a 4-D mask.
+4. n of the k responses share a row and the computation of their prompt, where the model allows it.
 5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
 Left out on purpose: top-k and top-p, which would sample from another policy, and DAPO's dynamic
@@ -61,7 +61,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
     """subtract it from the score, or replace the score by -penalty"""
     soft_overlong: int | None = None
-    """DAPO's soft overlong buffer: the last tokens of response_length, over which the penalty rises from 0 to 1"""
+    """DAPO's soft overlong buffer: over this many last tokens of R the penalty rises from 0 to 1"""
 
     # reward and KL
     kl_coef: float = 0.04
@@ -85,8 +85,8 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     cliprange: float | None = None
     """clip range of the probability ratio; None: the objective's"""
     cliprange_high: float | None = None
-    """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has this bound
-    alone: weights are at most 1 + it (TRL's epsilon_high is that sum)"""
+    """clip range above 1 (DAPO's Clip-Higher); None: cliprange, or the objective's; CISPO has no lower
+    bound: weights are at most 1 + cliprange_high (TRL's epsilon_high)"""
     scale_advantages: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of the group's scores, of the batch's, or by nothing (Dr. GRPO)"""
     loss_normalization: Literal["token", "response", "constant"] | None = None
@@ -107,7 +107,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates that warm up"""
+    """the warm-up's share of the updates"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -215,10 +215,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature, args.entropy_coef > 0)
-    # If it were the same object, the KL would stay 0. [MODEL-4]
+    # With the policy itself as reference the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # rewards.Scorer gives text to one with another tokenizer.
+    if rewards.reads_token_ids(args, tokenizer):  # With another tokenizer, rewards.Scorer gives it text.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -230,7 +230,7 @@ def pack(batch, n):
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token
-        a1   x  x  x  x  .  .  .       three of the mask's seven rows
+        a1   x  x  x  x  .  .  .       a1 sees the prompt and itself
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
     With n = 1 this is an ordinary padded row.
     Args: batch, where n adjacent episodes have the same prompt.
@@ -252,7 +252,7 @@ def pack(batch, n):
     owner = torch.cat([torch.zeros_like(column[:Q]), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L]
     # A token sees the prompt (owner 0) and the past of its own response. [RLOO-9]
     visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
-    # Padding sees itself, since a row that sees nothing can be NaN. [RLOO-11]
+    # Padding sees itself: a softmax over no column can be NaN. [RLOO-11]
     visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [W, L, L]
     return tokens, utils.additive(visible), positions, index
 
@@ -280,7 +280,7 @@ def response_scores(reward_model, batch, n):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. Without stop_ids all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -313,8 +313,8 @@ def overlong_scores(scores, mask, buffer):
 def grpo_advantages(scores, k, scale, scored):
     """(score - mean of the group) / (standard deviation of the group or batch + 1e-4), or undivided.
 
-    Args: scores [B], the k >= 2 of a prompt adjacent; scale, "group", "batch" (where differences between prompts count)
-    or "none"; scored [B] bool; unscored ones do not count. Returns: [B, 1], 0 without `has_group`.
+    Args: scores [B], the k >= 2 of a prompt adjacent; scale, "group", "batch" (the std of all scores)
+    or "none"; scored [B] bool; unscored ones do not count. Returns: [B, 1], 0 unless `has_group`.
     Source: arXiv 2402.03300, section 4.1.2; "none": arXiv 2503.20783, section 3; unbiased std and 1e-4: TRL v1.16.
     """
     groups, is_counted = scores.reshape(-1, k), scored.reshape(-1, k)  # [P, k]
@@ -337,13 +337,14 @@ def kl_estimates(logprobs, ref_logprobs):
     Source: arXiv 2402.03300, equation 4; times the ratio, as with --kl_times_ratio: 2512.02556.
     """
     difference = ref_logprobs - logprobs
-    # As a loss, "k1" has a gradient of zero on average, k3 that of KL(reference || policy), and k3 times the ratio that
-    # of KL(policy || reference). [GRPO-2]
+    # As a loss, -d ("k1") has a gradient of zero on average, k3 that of KL(reference || policy), and k3 times the
+    # ratio that of KL(policy || reference). [GRPO-2]
     return difference.expm1() - difference
 
 
 def steer_entropy(coef, entropy, target, highest):
-    """(coefficient, what acts) for the next update: below the target up by highest / 50, else down and inactive.
+    """(coef, the bonus's weight) of the next update: below the target coef rises by highest / 50, and is the weight;
+    else it falls by as much, and the weight is 0.
 
     Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control.
     """
@@ -396,13 +397,14 @@ def cispo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange, clipr
 def loss_weights(mask, num_responses, num_tokens, normalization):
     """The weight of each token's loss [M, R]; the loss is the weighted sum over the whole minibatch.
 
-    Args: mask [M, R]; num_responses, num_tokens of the whole minibatch; normalization, "token" (arXiv 2503.14476,
-    section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783, section 3).
+    Args: mask [M, R]; num_responses, num_tokens of the whole minibatch, the latter those that masks keep;
+    normalization, "token" (arXiv 2503.14476, section 3.3), "response" (2402.03300, equation 3), "constant" (2503.20783,
+    section 3).
     """
     if normalization == "token":
         # DAPO's formula averages within each group, and TRL over the whole rollout.
         return mask / num_tokens.clamp(min=1)
-    # Each token of a long response counts less, so a long wrong one is hardly punished. [GRPO-4]
+    # Each response counts the same, so a token of a long wrong one is punished less. [GRPO-4]
     if normalization == "response":
         return mask / (mask.sum(1, keepdim=True) * num_responses).clamp(min=1)
     return mask / (mask.size(1) * num_responses).clamp(min=1)
@@ -418,7 +420,7 @@ def has_group(scored, k):
 def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show).
+    Returns: ({"eval/objective/..": value}, episodes to show).
     """
     policy.eval()
     episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
@@ -457,7 +459,7 @@ def check(args):
 
 
 def clipping_and_normalization(args):
-    """(cliprange, cliprange_high, loss_normalization), the objective's own where they are None.
+    """(cliprange, cliprange_high, loss_normalization): those of args, or else the objective's.
 
     Source: GRPO: PPO's 0.2, DAPO's mean over tokens (arXiv 2503.14476); GSPO: 2507.18071, section 5.1; CISPO:
     2506.13585 for the mean, TRL's documentation for the bound.
@@ -493,15 +495,15 @@ def main(args: Args):
     # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. n and rollout_n are 1 where
     # packing would change log-probs or scores.
     n, size, rollout_n = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
-    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) calls also the functions of --reward_fn, e.g.
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row and leaves
-    # the sum. NaN: it abstains, and the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) also calls the functions of --reward_fn, e.g.
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row, and the
+    # sum omits it. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
@@ -510,7 +512,7 @@ def main(args: Args):
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
     # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
-    # update ahead. It `is_another` if its engine is another one, or its weights are older.
+    # update ahead. `sample.is_another`: another engine, or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = {"steered": 0.0, "entropy_coef": args.entropy_coef if args.entropy_target is None else 0.0}
     state = run.resume(policy, optimizer, state)
@@ -527,7 +529,7 @@ def main(args: Args):
         optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
-        rows = prompts_of(update)  # B rows of the data set
+        rows = prompts_of(update)  # [B]
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -542,7 +544,7 @@ def main(args: Args):
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # enough for the KL; with one step the loss does not read them
             if not one_step or sample.is_another:
-                # The ratio compares two forwards of the same code, so it starts at 1 up to rounding. [GEN-9]
+                # Ratios and importance weights compare two forwards of the same code. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             model_scores = in_slices(response_scores, reward_model, batch, size, n) if reward_model else []
             rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
@@ -569,7 +571,7 @@ def main(args: Args):
         learns = has_group(scored, k)  # [B]
         # The score of a response that was cut off says little. [GRPO-7]
         is_kept = learns & ended if args.mask_truncated else learns  # [B]
-        # Without an advantage, tokens only dilute a mean over tokens. [GRPO-8]
+        # Tokens without an advantage would dilute a mean over tokens. [GRPO-8]
         is_kept = is_kept & ~utils.in_equal_group(scores, k, scored) if args.mask_equal else is_kept
         is_action = response_mask & is_kept.unsqueeze(1)  # [B, R]
         if args.objective == "gspo":  # one importance weight for each response
@@ -616,7 +618,7 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # With the same weights they are 0 and 1, up to rounding.
+                        # 0 and 1 up to rounding, where these weights have sampled
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 if not num_actions:  # Adam's momentum alone would move the weights.

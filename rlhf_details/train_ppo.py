@@ -121,7 +121,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates that warm up"""
+    """the warm-up's share of the updates"""
     adam_eps: float = 1e-5
     """AdamW's epsilon"""
     tf_adam: bool = False
@@ -236,10 +236,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # If it were the same object, the KL would stay 0. [MODEL-4]
+    # With the policy itself as reference the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # rewards.Scorer gives text to one with another tokenizer.
+    if rewards.reads_token_ids(args, tokenizer):  # With another tokenizer, rewards.Scorer gives it text.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     policy.critic = load_critic(args, model, reward_model)
@@ -455,7 +455,7 @@ def mean_and_variance(x, mask):
 def evaluate(policy, sample, reference, reward_model, score, prompts, end_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show).
+    Returns: ({"eval/objective/..": value}, episodes to show).
     """
     policy.eval()
     episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
@@ -506,16 +506,16 @@ def main(args: Args):
     end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)
     end_ids = end_ids if len(end_ids) else stop_ids  # [S], what a complete response ends with
     prompts, held_out = data.load_prompts(args, tokenizer, room=models.context(policy, reward_model) - R)
-    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) calls also the functions of --reward_fn, e.g.
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row and leaves
-    # the sum. NaN: it abstains, and the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) also calls the functions of --reward_fn, e.g.
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row, and the
+    # sum omits it. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, end_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     # The optimiser holds the value model's weights as well. [PPO-4]
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
@@ -523,7 +523,7 @@ def main(args: Args):
         return prompts.of_update(update, B, args.seed)
 
     # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
-    # update ahead. It `is_another` if its engine is another one, or its weights are older.
+    # update ahead. `sample.is_another`: another engine, or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     state = run.resume(policy, optimizer, {"kl_coef": args.kl_coef, "adam_step": 0, "moments": (0, 0.0, 0.0)})
     # run.log calls this when it is due.
@@ -539,7 +539,7 @@ def main(args: Args):
         optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Rollout: a response to each prompt -------------------------------------------------------------------
-        rows = prompts_of(update)  # B rows of the data set
+        rows = prompts_of(update)  # [B]
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -552,7 +552,7 @@ def main(args: Args):
             # ---- 2. Scores: rewards, log-probs and values ------------------------------------------------------------
             batch = Batch(queries[mine], query_mask[mine], responses, response_mask)
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size)
-            # The ratio compares two forwards of the same code, so it starts at 1 up to rounding. [GEN-9]
+            # Ratios and importance weights compare two forwards of the same code. [GEN-9]
             old_logprobs, _, values = in_slices(response_logprobs, policy, batch, size)
             if args.kl_penalty == "full":
                 (kl_penalties,) = in_slices(full_kl, policy, batch, size, reference)

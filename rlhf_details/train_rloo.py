@@ -5,7 +5,7 @@ alone; this file adds REINFORCE++, more than one step per rollout, packed rows a
 1. Each prompt gets k responses. By default a response is one action, whose reward is score - kl_coef * KL.
 2. The baseline of a response is the mean reward of its k - 1 siblings. There is no value model.
 3. One optimiser step per rollout is exactly REINFORCE. More steps use PPO's clipped loss.
-4. n of the k responses share a row and the computation of their prompt, where the model accepts a 4-D mask.
+4. n of the k responses share a row and the computation of their prompt, where the model allows it.
 5. Sampling and shuffling depend on (seed, update, episode, ..) alone, not on a generator's state.
 
 Left out on purpose: a KL term in the loss; top-k and top-p, which would sample from another policy.
@@ -66,7 +66,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     """REINFORCE++: clip the (whitened) scores to [-c, c]"""
     token_level_kl: bool = False
     """REINFORCE++: each token is an action and pays for the KL from itself on;
-    TRL v0.21's flag of this name only says where the KL is added"""
+    TRL v0.21's flag of this name changes no number"""
 
     # algorithm
     rloo_k: int = 4
@@ -90,7 +90,7 @@ class Args(flags.PolicyArgs):  # inherits the shared flags
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """learning-rate schedule over the updates"""
     warmup_ratio: float = 0.0
-    """share of the updates that warm up"""
+    """the warm-up's share of the updates"""
     adam_eps: float = 1e-8
     """AdamW's epsilon"""
     weight_decay: float = 0.0
@@ -190,10 +190,10 @@ def load_models(args, device):
     tokenizer = models.load_tokenizer(args.sft_model_path, "--sft_model_path", args)
     model = utils.disable_dropout(models.load_policy(args.sft_model_path, "--sft_model_path", args))
     policy = Policy(models.add_adapters(model, args.lora_rank), args.temperature)
-    # If it were the same object, the KL would stay 0. [MODEL-4]
+    # With the policy itself as reference the KL would stay 0. [MODEL-4]
     reference = models.frozen_copy(policy)
     reward_model = None
-    if rewards.reads_token_ids(args, tokenizer):  # rewards.Scorer gives text to one with another tokenizer.
+    if rewards.reads_token_ids(args, tokenizer):  # With another tokenizer, rewards.Scorer gives it text.
         reward_model = utils.disable_dropout(models.load_reward_model(args.reward_model_path, args))
         reward_model = Reward(reward_model).requires_grad_(False).to(device).eval()
     return tokenizer, policy.to(device), reference.to(device).eval(), reward_model
@@ -205,7 +205,7 @@ def pack(batch, n):
 
              p  p  p  a1 a2 b1 b2      n = 2, prompt p p p, responses a1 a2 and b1 b2; x: it sees that one
         p    x  .  .  .  .  .  .       the prompt's first token
-        a1   x  x  x  x  .  .  .       three of the mask's seven rows
+        a1   x  x  x  x  .  .  .       a1 sees the prompt and itself
         b2   x  x  x  .  .  x  x       b sees the prompt and its own past
     With n = 1 this is an ordinary padded row.
     Args: batch, where n adjacent episodes have the same prompt.
@@ -227,7 +227,7 @@ def pack(batch, n):
     owner = torch.cat([torch.zeros_like(column[:Q]), 1 + torch.arange(n, device=device).repeat_interleave(R)])  # [L]
     # A token sees the prompt (owner 0) and the past of its own response. [RLOO-9]
     visible = (column.unsqueeze(1) >= column) & ((owner == 0) | (owner.unsqueeze(1) == owner))  # [L, L]
-    # Padding sees itself, since a row that sees nothing can be NaN. [RLOO-11]
+    # Padding sees itself: a softmax over no column can be NaN. [RLOO-11]
     visible = (visible & real.unsqueeze(1)) | torch.eye(len(column), dtype=torch.bool, device=device)  # [W, L, L]
     return tokens, utils.additive(visible), positions, index
 
@@ -255,7 +255,7 @@ def response_scores(reward_model, batch, n):
 
 # ---- equations -------------------------------------------------------------------------------------------------------
 def has_stopped(responses, mask, stop_ids):
-    """Whether each response [B, R] holds one of stop_ids [S]. If that is empty, all have ended."""
+    """Whether each response [B, R] holds one of stop_ids [S]. Without stop_ids all have ended."""
     # The filler, token 0, may be the stop token, so only real tokens count. [GEN-13]
     return (mask & torch.isin(responses, stop_ids)).any(1) if len(stop_ids) else mask.any(1)
 
@@ -290,13 +290,13 @@ def has_baseline(scored, k):
 def rloo_advantages(rewards, k, scored):
     """Each reward minus the mean reward of its scored siblings: A_i = R_i - (sum_j R_j - R_i) / (k - 1).
 
-    Args: rewards [B], the k >= 2 of a prompt adjacent; scored [B] bool. Returns: [B], 0 without `has_baseline`.
+    Args: rewards [B], the k >= 2 of a prompt adjacent; scored [B] bool. Returns: [B], 0 unless `has_baseline`.
     Source: arXiv 2402.14740, the estimator RLOO_k.
     """
     rewards, scored = (rewards * scored).reshape(-1, k), scored.reshape(-1, k)  # [P, k]
     num_siblings = scored.sum(1, keepdim=True) - 1  # [P, 1], k - 1 where all are scored
-    # Without the response's own reward the gradient is unbiased. Unlike in GRPO there is no division by the standard
-    # deviation. [RLOO-3]
+    # Leaving out the response's own reward keeps the gradient unbiased. Unlike GRPO, RLOO does not divide by the
+    # standard deviation. [RLOO-3]
     baseline = (rewards.sum(1, keepdim=True) - rewards) / num_siblings.clamp(min=1)
     return ((rewards - baseline) * (scored & (num_siblings > 0))).reshape(-1)
 
@@ -336,7 +336,7 @@ def rloo_policy_loss(logprobs, old_logprobs, mask, advantages, cliprange):
 def evaluate(policy, sample, reference, reward_model, score, prompts, stop_ids, args, accelerator):
     """Samples one response to each held-out prompt, as in training and with the same noise each time, and scores it.
 
-    Returns: ({"eval/objective/..": mean}, episodes to show).
+    Returns: ({"eval/objective/..": value}, episodes to show).
     """
     policy.eval()
     episodes, rows = data.my_share(prompts, accelerator)  # filled up, so that all processes have equally many
@@ -382,15 +382,15 @@ def main(args: Args):
     # A forward takes `size` episodes, packed n to a row, and the sampler packs rollout_n. n and rollout_n are 1 where
     # packing would change log-probs or scores.
     n, size, rollout_n = packing.choose(args, k, policy, reward_model, prompts, response_logprobs, response_scores)
-    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) calls also the functions of --reward_fn, e.g.
-    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row and leaves
-    # the sum. NaN: it abstains, and the response is not `scored`.
+    # score(rows, batch, model_scores) -> (rewards [.., F], scored [..]) also calls the functions of --reward_fn, e.g.
+    # f(prompts=["2 + 3 ="], completions=[" 5"], answer=["5"]) -> [1.0]. None: it does not apply to this row, and the
+    # sum omits it. NaN: it abstains, and the response is not `scored`.
     score = rewards.Scorer(args, accelerator, tokenizer, size, stop_ids)
     reward_model = score.take_text_model(reward_model, prompts, held_out)
     optimizer = utils.adamw(policy, args.learning_rate, args.adam_eps, args.weight_decay)
     frozen = reference, reward_model or score.text_model
     policy, optimizer = engines.prepare(args, accelerator, policy, optimizer, *frozen)
-    num_updates = math.ceil(args.total_episodes / B)  # rounded up [OPT-10]
+    num_updates = math.ceil(args.total_episodes / B)  # [OPT-10]
     run = Run(args, accelerator, tokenizer, num_updates, prompts, [held_out, *frozen])
 
     def prompts_of(update):
@@ -399,7 +399,7 @@ def main(args: Args):
         return [prompt for prompt in prompts.of_update(update, B // k, args.seed) for _ in range(k)]
 
     # sample(policy, queries, query_mask, episodes, n, key) wraps utils.sample or vLLM; with --overlap it samples an
-    # update ahead. It `is_another` if its engine is another one, or its weights are older.
+    # update ahead. `sample.is_another`: another engine, or older weights.
     sample = samplers.choose(args, run, [*prompts, *held_out], prompts_of, stop_ids)
     run.resume(policy, optimizer)
     # run.log calls this when it is due.
@@ -415,7 +415,7 @@ def main(args: Args):
         optimizer.param_groups[0]["lr"] = lr
 
         # ---- 1. Rollout: k responses to each prompt ------------------------------------------------------------------
-        rows = prompts_of(update)  # B rows of the data set
+        rows = prompts_of(update)  # [B]
         queries, query_mask = utils.left_pad([row.ids for row in rows], device)  # [B, Q]
         policy.eval()
         with torch.no_grad(), accelerator.autocast():
@@ -430,7 +430,7 @@ def main(args: Args):
             ref_logprobs, _ = in_slices(response_logprobs, reference, batch, size, n)
             old_logprobs = sampled_logprobs  # enough for the KL; with one step the loss does not read them
             if not one_step or sample.is_another:
-                # The ratio compares two forwards of the same code, so it starts at 1 up to rounding. [GEN-9]
+                # Ratios and importance weights compare two forwards of the same code. [GEN-9]
                 old_logprobs, _ = in_slices(response_logprobs, policy, batch, size, n)
             model_scores = in_slices(response_scores, reward_model, batch, size, n) if reward_model else []
             rewards_of_each, scored = score(rows[mine], batch, *model_scores)  # [B / world, F], [B / world]
@@ -498,7 +498,7 @@ def main(args: Args):
                     means.add({"policy/entropy_avg": entropies}, response_mask[m])
                     means.add_ratios(logratio, is_action[m])
                     if epoch == number == 0:  # before the first step [LOG-6]
-                        # With the same weights they are 0 and 1, up to rounding.
+                        # 0 and 1 up to rounding, where these weights have sampled
                         means.add_max("val/logprob_gap", (logprobs - sampled_logprobs[m]).abs())
                         means.add_max("val/first_ratio", logratio.abs().clamp(max=20).exp())
                 if not num_actions:  # Adam's momentum alone would move the weights.

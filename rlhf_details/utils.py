@@ -2,7 +2,7 @@
 What all scripts share: masks and padding, orders and the learning rate, the sampler, and the means that become metrics.
 
 Shapes    B: episodes   n: adjacent episodes that share a prompt and a row   W = B / n: rows   V: vocabulary
-          Q: query tokens   R: response tokens   L: columns of a row   S: tokens that end a response   H: hidden size
+          Q: query tokens   R: response tokens   L: columns   L': columns seen   S: stop tokens   H: hidden size
 Masks     True marks a real token. Nothing is found by looking for a pad token.
 """
 
@@ -110,7 +110,7 @@ def token_logprobs(logits, hidden, labels, size, compare=None, states=None, entr
 
     Args: logits(hidden [K, H]) -> logits / T [K, V] fp32, of K tokens; hidden [.., H], the states before the tokens;
     labels [..]; size, how many tokens' logits may exist at a time; compare(log-softmax [K, V], part of `states`
-    [.., H']) -> [K]; entropy_gradient, whether entropies have one.
+    [.., H']) -> [K]; entropy_gradient, to differentiate entropies.
     """
 
     def of_piece(hidden, labels, *states):
@@ -140,7 +140,7 @@ def permutation(n, *coordinates):
 def rows_of_update(update, count, num_rows, seed):
     """The numbers of the `count` rows of update 1, 2, ..: pass after pass over num_rows rows."""
     stream = range((update - 1) * count, update * count)
-    # Each pass has another order, which only the seed and its number decide. [DATA-7]
+    # Each pass has its own order, a function of the seed and the pass. [DATA-7]
     return [permutation(num_rows, seed, i // num_rows)[i % num_rows] for i in stream]
 
 
@@ -194,8 +194,8 @@ def sample(policy, queries, query_mask, episodes, n, response_length, stop_ids, 
     the episode, step, token id) alone, so no grouping of episodes and no number of processes changes it.
     Args: policy(tokens, mask, positions, index, cache=cache) -> logits / T [.., len(index), V], in eval mode; its mask
     may be None (no padding), and it must not call collectives, since processes stop after different steps; queries,
-    query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], their numbers; stop_ids [S], or
-    none; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n; room [B],
+    query_mask [B, Q], where n adjacent episodes have the same prompt; episodes [B], their numbers; stop_ids [S], S may
+    be 0; key, e.g. (seed, TRAINING, update); size, how many episodes are sampled at a time, a multiple of n; room [B],
     the most tokens of each response, where some may have fewer than response_length.
     Returns: responses [B, R] int64, mask [B, R] bool (True up to and including the stop token), log-probs [B, R] fp32.
     """
@@ -232,11 +232,11 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
     position = query_mask.sum(1, keepdim=True).expand(W, n)  # [W, n], of the first response token
     alive = torch.ones(B, dtype=torch.bool, device=device)
     for t in range(response_length):
-        # The Gumbel-max form of sampling; the logits are divided by the temperature already. [GEN-1]
+        # Gumbel-max sampling; `policy` has divided by the temperature. [GEN-1]
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
-        # Several may stop it: Gemma ends its turns with <end_of_turn>, which is not its EOS. [GEN-16]
+        # There may be several: Gemma's turns end with <end_of_turn>, which is not its EOS. [GEN-16]
         # The stop token itself stays in the mask. [GEN-5]
         alive = alive & ~torch.isin(token, stop_ids) & (t + 1 < room)
         # `any` synchronises with the GPU, so check every 16 steps and waste at most 15.

@@ -1,6 +1,6 @@
 """
-RLOO over several turns in one process and without options. It reproduces the metrics of train_agent.py up to rounding;
-that file adds options, other data, several processes and resuming, and saves memory.
+RLOO over several turns in one process and without options. Its metrics are those of train_agent.py up to rounding,
+which grows with the updates; that file adds options, other data, several processes and resuming, and saves memory.
 
 A policy answers each prompt k times. An environment reads each answer and replies, the policy goes on, and so forth: a
 trajectory. Trajectories that score better than their siblings become more likely, others less. What the environment

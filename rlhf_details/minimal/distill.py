@@ -1,6 +1,6 @@
 """
-On-policy distillation in one process and without options. It reproduces the metrics of train_distill.py up to
-rounding; that file adds options, other data, several processes and resuming, and saves memory.
+On-policy distillation in one process and without options. Its metrics are those of train_distill.py up to rounding,
+which grows with the updates; that file adds options, other data, several processes and resuming, and saves memory.
 
 A policy, the student, answers prompts. A teacher with the same tokens says of each token how likely it was, and tokens
 that the teacher finds more likely than the student become more likely (Lu and Thinking Machines Lab, 2025).

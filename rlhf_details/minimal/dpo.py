@@ -1,6 +1,6 @@
 """
-DPO (arXiv 2305.18290) in one process and without options. It reproduces the metrics of train_dpo.py up to rounding;
-that file adds options, other data, several processes and resuming, and saves memory.
+DPO (arXiv 2305.18290) in one process and without options. Its metrics are those of train_dpo.py up to rounding, which
+grows with the steps; that file adds options, other data, several processes and resuming, and saves memory.
 
 The SFT policy answers each prompt four times, and an imaginary human says which answer is the best. The policy learns
 from this alone. What it made more likely since it began is its score, in the reward model's loss.

@@ -1,9 +1,9 @@
 """
-GRPO (arXiv 2402.03300) in one process and without options. It reproduces the metrics of train_grpo.py up to rounding;
-that file adds options, other data, several processes and resuming, and saves memory.
+GRPO (arXiv 2402.03300) in one process and without options. Its metrics are those of train_grpo.py up to rounding, which
+grows with the updates; that file adds options, other data, several processes and resuming, and saves memory.
 
-A policy answers each prompt k times. Answers that score better than their siblings become more likely, others less. The
-differences are divided by their spread in the group, and the KL to the initial policy is part of the loss.
+A policy answers each prompt k times. Answers that score above their group's mean become more likely, others less. The
+differences are divided by the group's standard deviation, and the KL to the initial policy is part of the loss.
 
 Shapes    B: episodes, the k of a prompt adjacent   Q: query tokens, left-padded   R: response tokens, right-padded
           V: vocabulary   H: hidden size
@@ -97,13 +97,13 @@ def main(updates=100):
 
         # ---- 4. Advantages: each score minus the mean of its group, divided by the group's standard deviation
         groups = scores.reshape(-1, k)  # [B / k, k]
-        groups = groups - groups[:, :1]  # Equal scores are now exactly 0, and no advantage has changed.
+        groups = groups - groups[:, :1]  # Rounding of equal scores would be divided by 1e-4.
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)  # [GRPO-1]
         advantages = advantages.reshape(-1, 1)  # [B, 1], the same for all tokens of a response
 
         # ---- 5. Optimise: REINFORCE for each token plus the KL, one step for each rollout
-        logratio = ref_logprobs - logprobs  # [B, R]
-        kl_losses = logratio.expm1() - logratio  # "k3", which is never negative [GRPO-2]
+        difference = ref_logprobs - logprobs  # [B, R]
+        kl_losses = difference.expm1() - difference  # "k3", which is never negative [GRPO-2]
         loss = (-advantages * logprobs + kl_coef * kl_losses)[mask].mean()  # over the tokens of all responses
         optimizer.zero_grad()
         loss.backward()
@@ -111,7 +111,7 @@ def main(updates=100):
         optimizer.step()
 
         # ---- 6. Log
-        kl, length, kl_loss = -logratio.sum(1), mask.sum(1).float().mean(), kl_losses[mask].mean()
+        kl, length, kl_loss = -difference.sum(1), mask.sum(1).float().mean(), kl_losses[mask].mean()
         print(
             f"{update:3d}  scores {scores.mean():.6f}  kl {kl.mean():.6f}  length {length:.6f}  grad_norm {norm:.6f}"
             f"  kl_loss {kl_loss:.6f}"

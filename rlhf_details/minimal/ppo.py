@@ -1,6 +1,7 @@
 """
-PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. It reproduces the metrics of
-train_ppo.py up to rounding; that file adds options, other data, several processes and resuming, and saves memory.
+PPO (the recipe of "N+", arXiv 2403.17031) in one process and without options. Its metrics are those of train_ppo.py up
+to rounding, which grows with the updates; that file adds options, other data, several processes and resuming, and saves
+memory.
 
 Each token of a response is an action. A value model predicts the reward still to come. Tokens that turn out better than
 predicted become more likely, others less, and the clip removes the incentive to move far in one update.

@@ -1,6 +1,6 @@
 """
-A reward model in one process and without options. It reproduces the metrics of train_reward.py up to rounding;
-that file adds options, other data, several processes and resuming, and saves memory.
+A reward model in one process and without options. Its metrics are those of train_reward.py up to rounding, which grows
+with the steps; that file adds options, other data, several processes and resuming, and saves memory.
 
 The SFT policy answers each prompt four times, and an imaginary human says which answer is the best. The model learns to
 give it the highest score: K = 4 candidates as in arXiv 1909.08593, K = 2 would be the usual pair.

@@ -1,7 +1,7 @@
 """
-RLOO (arXiv 2402.14740) in one process and without options. It reproduces the metrics of train_rloo.py up to rounding;
-that file adds options, other data, several processes and resuming, and saves memory. Tags such as [REW-2] have their
-explanation in benchmark/checks/details.md.
+RLOO (arXiv 2402.14740) in one process and without options. Its metrics are those of train_rloo.py up to rounding, which
+grows with the updates; that file adds options, other data, several processes and resuming, and saves memory. Tags such
+as [REW-2] are listed in benchmark/checks/details.md.
 
 A policy answers each prompt k times; a prompt with one answer is an episode. Answers whose reward is above
 their siblings' mean become more likely, others less.

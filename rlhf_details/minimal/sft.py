@@ -1,6 +1,7 @@
 """
-SFT in one process and without options: a small language model learns from texts that people wrote. It reproduces
-the metrics of train_sft.py up to rounding; that file adds options, other data, several processes and resuming.
+SFT in one process and without options: a small language model learns from texts that people wrote. Its metrics are
+those of train_sft.py up to rounding, which grows with the steps; that file adds options, other data, several processes
+and resuming.
 
 Shapes    B: rows of a minibatch   L: tokens of a row, left-padded   V: vocabulary
 """
