@@ -16,7 +16,6 @@ A tag such as [DPO-1] marks an implementation detail: benchmark/checks/details.m
 
 Shapes    B: comparisons of a minibatch   K: candidates of one   M: comparisons of a micro-batch   H: hidden size
           L: tokens of a row, left-padded   C: columns that are read   N: rows or comparisons   V: vocabulary
-          Q: query tokens   R: response tokens, right-padded   S: stop tokens
 Masks     True marks a real token. Nothing is found by looking for a pad token.
 
 One process:   python rlhf_details/train_dpo.py
@@ -74,7 +73,7 @@ class Args(flags.RunArgs):  # inherits the shared flags
 
     # sampling, for the embedded task's comparisons
     response_length: int = 53
-    """most tokens a sampled response may have (R)"""
+    """most tokens a sampled response may have"""
     temperature: float = 0.7
     """sampling temperature; the loss is always that of temperature 1"""
 

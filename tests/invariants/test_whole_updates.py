@@ -1,4 +1,4 @@
-"""Every metric and every weight of three updates, against slow_oracle.py, and the gradient of REINFORCE by hand."""
+"""Every metric and every weight of three updates, against slow_oracle.py."""
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """The built site in headless Chromium. Skipped, with a reason, where zensical, playwright or a browser is missing."""
 
 import http.server
+import posixpath
 import re
 import shutil
 import subprocess
@@ -115,6 +116,8 @@ def test_every_internal_link_and_anchor_resolves(built, pages):
         for link in found.links:
             if re.match(r"[a-z]+:|//", link):
                 continue
+            # urljoin would drop a ".." that leaves the site.
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(page), link))[:2] != "..", (page, link)
             target, anchor = urldefrag(urljoin(page, link))
             target = unquote(target) or page
             target = f"{target}index.html" if target.endswith("/") or target == "." else target

@@ -50,7 +50,7 @@ class Run:
         # What checkpoints keep: the first eval/*, the newest row of metrics, for health.look the first row and
         # the signs that it has named, and on the main process `of_each_prompt` of the first and the newest evaluation.
         self.kept = {"before": {}, "latest": {}, "first": {}, "said": [], "by_prompt": []}
-        self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; overlap.py sets it
+        self.sampled_ahead = dict  # returns what a checkpoint holds of it: {name: tensor}; samplers.py sets it
         self.inputs = inputs
         self.heard = 0  # a signal
         self.handlers = {}  # {signal: former handler}
@@ -106,7 +106,7 @@ class Run:
 
     def resume(self, policy, optimizer, state=None):
         """Tries the last save, and loads the checkpoint that this run continues from, if any. Sets `first_update`, and
-        `tensors` for overlap.py.
+        `tensors` for samplers.py.
 
         Args: policy, optimizer, as prepared; state, the dictionary of the loop where a run begins. Returns: the
         dictionary of the loop, `state` or the checkpoint's. `tensors` is {} or {name: tensor on the device}.
