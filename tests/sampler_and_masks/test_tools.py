@@ -9,7 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chat_templates import CHATML, LLAMA_3, MISTRAL_3, OF_LLAMA, OF_MISTRAL, OF_QWEN, QWEN_3, QWEN_25, bytes_and_words
+from chat_templates import (
+    CHATML,
+    HERMES_3_TOOLS,
+    LLAMA_3,
+    MISTRAL_3,
+    OF_LLAMA,
+    OF_MISTRAL,
+    OF_QWEN,
+    QWEN_3,
+    QWEN_25,
+    bytes_and_words,
+)
 from helpers import ROOT, tiny_model
 from test_turns import FLAGS, HEADS, play
 
@@ -49,13 +60,20 @@ TEMPLATES = {
         '[TOOL_RESULTS] {{"content": {}, "call_id": "abcdefghi"}}[/TOOL_RESULTS]'
         '[TOOL_RESULTS] {{"content": {}, "call_id": "jklmnopqr"}}[/TOOL_RESULTS]',
     ),
+    "hermes 3": (
+        *({"default": CHATML, "tool_use": HERMES_3_TOOLS}, OF_QWEN, "<|im_end|>", [], HERMES),
+        "\n<|im_start|>tool\n<tool_response>\n{}\n</tool_response>\n<tool_response>\n{}\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
 }
+# Of two templates, the one for tools writes the same as where there is no other.
+TEMPLATES["mistral 0.3, two"] = ({"default": CHATML, "tool_use": MISTRAL_3}, *TEMPLATES["mistral 0.3"][1:])
 
 
 def tokenizer_of(name):
     template, special, end, *_ = TEMPLATES[name]
     tokenizer = bytes_and_words(template, special, end)
-    if name == "mistral 0.3":
+    if name.startswith("mistral"):
         tokenizer.response_template = RESPONSES
     return tokenizer
 
@@ -189,21 +207,24 @@ def drawn(tokenizer, row, completion_only=True):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_sft_trains_on_all_turns_with_their_ends(name):
+def test_sft_trains_on_all_turns_with_their_ends(name, capsys):
     """The ids are those of a trajectory in which a policy says the same, and of a chat that goes on."""
-    _, _, end, first, calls, _ = TEMPLATES[name]
+    template, _, end, first, calls, _ = TEMPLATES[name]
     tokenizer = tokenizer_of(name)
-    space = " " * (name == "mistral 0.3")  # It writes one before an answer in words.
+    tools = json.loads(chats(tokenizer, [SYSTEM, QUESTION])[0].chat_template_kwargs)["tools"]
+    row = {"messages": first + CHAT} | ({"tools": tools} if isinstance(template, dict) else {})
+    space = " " * name.startswith("mistral")  # It writes one before an answer in words.
     thought = "<think>\n\n</think>\n\n" * (name == "qwen 3")  # It writes one where an answer is the last.
     turns = [thought + calls, space + thought + "the answer", space + thought + "hello again"]
-    row = sft_row(tokenizer, {"messages": first + CHAT})
+    last = sft_row(tokenizer, row, train_on="last")
+    row = sft_row(tokenizer, row)
     assert drawn(tokenizer, row) == [turn + end for turn in turns]
+    assert tokenizer.decode(row.ids).count("Doubles a number") == isinstance(template, dict)  # It is said once.
+    assert ("the chat template writes no calls" in capsys.readouterr().out) == (name in ("chatml", "llama 3"))
     assert drawn(tokenizer, row, completion_only=False) == [tokenizer.decode((row.ids + row.completion)[1:])]
     prompt, found, _ = ask(tokenizer, turns[:2], first, chat_template_kwargs="{}")
-    tools = json.loads(chats(tokenizer, [SYSTEM, QUESTION])[0].chat_template_kwargs)["tools"]
     shown = sft_row(tokenizer, {"messages": first + CHAT[:5], "tools": json.dumps(tools)})
     assert shown.ids + shown.completion == prompt.ids + found.responses[0][found.response_mask[0]].tolist()
-    last = sft_row(tokenizer, {"messages": first + CHAT}, train_on="last")
     assert drawn(tokenizer, last) == [turns[2] + end]
     assert tokenizer.decode(last.ids).endswith(tokenizer.decode(row.ids)[-20:])
 

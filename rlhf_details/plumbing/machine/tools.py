@@ -53,7 +53,7 @@ class Tools:
         """The calls of a turn, each {"name", "arguments"}, or the text of one."""
         if not getattr(self.tokenizer, "response_template", None):
             return re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-        prompt = chat.render(self.tokenizer, [chat.QUESTION], add_generation_prompt=True)
+        prompt = chat.render_without_tools(self.tokenizer, [chat.QUESTION], self.options, add_generation_prompt=True)
         try:
             turn = self.tokenizer.parse_response(text, prefix=prompt, tools=self.options["tools"])
         except Exception:  # A policy may write whatever it likes.
@@ -87,7 +87,7 @@ class Tools:
         """Exits with an error if the policy is not told of the tools, or its calls could not be read."""
         call = {"type": "function", "id": ID, "function": {"name": "a_tool", "arguments": {}}}
         turn = chat.ANSWER | {"content": "", "tool_calls": [call]}
-        written = chat.render(self.tokenizer, [chat.QUESTION, turn])
+        written = chat.render_without_tools(self.tokenizer, [chat.QUESTION, turn], self.options)
         # A template without a form of its own leaves the call out, or has it written as above.
         if "a_tool" in written and not self.calls_in(written):
             hint = "--env_fn takes a function that reads it"
