@@ -123,11 +123,13 @@ def test_schemas_are_shown_calls_read_and_results_placed(name):
         ('{"name": "fragile", "arguments": {"how": "exit"}}', "error: 3"),
         ('{"name": "fragile", "arguments": {"how": "hang"}}', "error: no result within 0.3 s"),
         ('{"name": "add", "arguments": {"x": 1, "y": 2}}', "3"),
+        ('{"name": "double", "arguments": {"x": "Zürich 北京"}}', '{"twice": "Zürich 北京Zürich 北京"}'),
+        ('{"name": "double", "arguments": {"x": "\\ud83d"}}', '{"twice": "??"}'),  # half a pair, no character
     ],
 )
 def test_a_call_that_goes_wrong_is_an_observation(call, said):
     """And so it is beside one that is right. A turn may also stop short of the closing tag."""
-    flags = dict(tools=(f"{HERE}:add", f"{HERE}:fragile"), tool_timeout=0.3)
+    flags = dict(tools=(f"{HERE}:add", f"{HERE}:double", f"{HERE}:fragile"), tool_timeout=0.3)
     texts = [f"I ask. <tool_call>{call}</tool_call><tool_call>{ADD}", "the answer"]
     _, found, (_, observed, last) = ask(tokenizer_of("chatml"), texts, **flags)
     assert observed.startswith(said) and observed.endswith("\n5") and last == "the answer" and found.ended.all()
@@ -258,6 +260,15 @@ def test_a_function_call_that_is_no_json_is_one_line(fails):
     said = [{"from": "human", "value": "hello?"}, {"from": "function_call", "value": "add 2 3"}]
     line = fails(sft_row, tokenizer_of("qwen 2.5"), {"conversations": [*said, {"from": "gpt", "value": "five"}]})
     assert "row 1: a function_call is no JSON of a `name` and `arguments`: 'add 2 3'" in line
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_is_written_and_shown_in_its_own_letters(name):
+    """SFT's targets and prompts, as transformers' tojson writes them, and the prompt that a sample shows."""
+    call = CALL | {"tool_calls": [call_of("double", {"x": "Zürich 北京"}, "abcdefghi")]}
+    tokenizer = tokenizer_of(name)
+    row = sft_row(tokenizer, {"messages": [SYSTEM, QUESTION, call, *GIVEN[:1], ANSWER]})
+    assert '"Zürich 北京"' in tokenizer.decode(row.ids) and '"Zürich 北京"' in row.text
 
 
 GLM = (

@@ -63,7 +63,7 @@ def writes_calls(template):
 
 def with_calls(message):
     """A message whose calls of tools stand at the end of its content."""
-    calls = [json.dumps(call.get("function", call)) for call in message["tool_calls"]]
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message["tool_calls"]]
     said = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     return message | {"content": "\n".join([message["content"], *said] if message["content"] else said)}
 

@@ -438,7 +438,9 @@ def as_text(tokenizer, prompt):
         return prompt
     if not is_messages(prompt):
         return token_ids.decode_all(tokenizer, [token_ids.encode(tokenizer, prompt)])[0]
-    texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
+    texts = [
+        m["content"] or (json.dumps(m["tool_calls"], ensure_ascii=False) if "tool_calls" in m else "") for m in prompt
+    ]
     pairs = zip(prompt, texts, strict=True)
     return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
 

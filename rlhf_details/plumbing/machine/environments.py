@@ -111,7 +111,8 @@ class Environment:
         if not (chat.is_messages(said) and all(isinstance(message.get("content"), str) for message in said)):
             kinds = "neither a text, nor messages with a text as content, nor None"
             raise rewards.Fault(f"{self.function.what} returned {said!r}, which is {kinds}")
-        return [{**message} for message in said]
+        # A tool may return half a pair of UTF-16, which JSON can say and a tokenizer cannot read.
+        return [message | {"content": message["content"].encode(errors="replace").decode()} for message in said]
 
     def between(self, row, messages):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""

@@ -70,7 +70,8 @@ class Tools:
                 if found["name"] not in self.functions:
                     raise ValueError(f"there is no tool {found['name']!r}")
                 result = user_code.result_of(self.functions[found["name"]](**found["arguments"]))
-                future.set_result(result if isinstance(result, str) else json.dumps(result, default=str))
+                is_text = isinstance(result, str)
+                future.set_result(result if is_text else json.dumps(result, default=str, ensure_ascii=False))
             except BaseException as e:  # The user's code may raise what it likes, and call exit().
                 future.set_result(f"error: {console.in_one_line(e)}")
 
