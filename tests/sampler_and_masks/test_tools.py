@@ -166,11 +166,12 @@ def test_a_long_result_is_cut_and_the_other_one_stays():
     tokenizer = tokenizer_of("chatml")
     long = json.dumps({"name": "double", "arguments": {"x": "9" * 200}})
     texts = [f"<tool_call>{long}</tool_call><tool_call>{ADD}</tool_call>", "the answer"]
-    _, found, _ = ask(tokenizer, texts, max_observation_tokens=60)
+    _, found, said = ask(tokenizer, texts, max_observation_tokens=60)
     shown = tokenizer.decode(found.responses[0][found.response_mask[0] & ~found.action_mask[0]])
     assert re.fullmatch(
         r'\n<\|im_start\|>tool\n\{"twice": "9+<\|im_end\|>\n<\|im_start\|>tool\n5<\|im_end\|>\n.*\n', shown
     )
+    assert re.fullmatch(r'\{"twice": "9+\n5', said[1]) and said[1].partition("\n")[0] in shown
 
 
 # ---- SFT on several turns --------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class Environment:
         except rewards.Fault as e:
             fault = str(e)
         rewards.end_if_any(self.accelerator, gather_object([fault]))
-        return [(as_text(x), self.observation(*given, x)) for *given, x in zip(rows, room, said, strict=True)]
+        ids = [self.observation(*given) for given in zip(rows, room, said, strict=True)]
+        return list(zip(map(as_text, said), ids, strict=True))  # after `observation`, which cuts what is said
 
     def is_over(self, active):
         """Whether no process has an active episode. Call it on every process."""
