@@ -78,11 +78,11 @@ def tokenizer_of(name):
     return tokenizer
 
 
-def chats(tokenizer, messages, **flags):
+def chats(tokenizer, messages, columns=None, **flags):
     """(args, Prompts) of one row, after the checks of a run with tools."""
     args = SimpleNamespace(**TOOLS | flags)
     environments.check(args)
-    return args, data.encode(args, "dataset", [{"prompt": messages}], tokenizer, 10_000)
+    return args, data.encode(args, "dataset", [{"prompt": messages} | (columns or {})], tokenizer, 10_000)
 
 
 def ask(tokenizer, turns, messages=(SYSTEM,), **flags):
@@ -172,6 +172,27 @@ def test_a_long_result_is_cut_and_the_other_one_stays():
         r'\n<\|im_start\|>tool\n\{"twice": "9+<\|im_end\|>\n<\|im_start\|>tool\n5<\|im_end\|>\n.*\n', shown
     )
     assert re.fullmatch(r'\{"twice": "9+\n5', said[1]) and said[1].partition("\n")[0] in shown
+
+
+@pytest.mark.parametrize("name", ["qwen 2.5", "hermes 3", "chatml"])
+@pytest.mark.parametrize("names", [["add", "send_mail"], ["send_mail"], ["add"], ["double", "add"], []])
+@pytest.mark.parametrize("bare", [False, True])
+def test_schemas_of_a_data_set_are_those_of_tools_or_one_line(name, names, bare, fails):
+    """They replace those of --tools in the prompt, so a policy would call what nobody answers."""
+    schemas = [{"name": x, "description": "Mine.", "parameters": {"type": "object", "properties": {}}} for x in names]
+    schemas = schemas if bare else [{"type": "function", "function": x} for x in schemas]
+    tokenizer = tokenizer_of(name)
+
+    def start(tools):
+        args, rows = chats(tokenizer, [SYSTEM, {"role": "user", "content": "hello?"}], {"tools": tools})
+        environments.Environment(args, None, tokenizer, rows)
+        return tokenizer.decode(rows[0].ids)
+
+    if "send_mail" in names and name != "chatml":  # ChatML shows no schemas.
+        line = fails(start, schemas)
+        assert "--tools: --dataset rows: row 1: the column `tools` shows others, send_mail; name their" in line
+    else:
+        assert start(schemas).count("Mine.") == len(names) * (name != "chatml")
 
 
 # ---- SFT on several turns --------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Tools:
         return {"role": "tool", "content": said, "tool_call_id": call_id}
 
     def check(self, rows):
-        """Exits with an error if the policy is not told of the tools, or its calls could not be read."""
+        """Exits with an error if the policy is told of no tools or of others, or its calls could not be read."""
         call = {"type": "function", "id": ID, "function": {"name": "a_tool", "arguments": {}}}
         turn = chat.ANSWER | {"content": "", "tool_calls": [call]}
         written = chat.render_without_tools(self.tokenizer, [chat.QUESTION, turn], self.options)
@@ -102,3 +102,8 @@ class Tools:
             if len(texts) == 1 and prompt[0]["role"] != "system":
                 hint = "a system text must say what they are and how to call them"
                 console.fail(f"{where}: the chat template does not show tools; {hint}")
+            # A row's own schemas stand in the place of those of --tools.
+            shown = [tool.get("function", tool).get("name") for tool in row.options["tools"] if isinstance(tool, dict)]
+            if len(texts) > 1 and (others := [name for name in shown if name not in self.functions]):
+                hint = "name their functions, or leave the column out"
+                console.fail(f"{where}: the column `tools` shows others, {', '.join(map(str, others))}; {hint}")
