@@ -24,7 +24,7 @@ from chat_templates import (
 from helpers import ROOT, tiny_model
 from test_turns import FLAGS, HEADS, play
 
-from rlhf_details import evaluate, train_agent, train_sft
+from rlhf_details import evaluate, show_tokens, train_agent, train_sft
 from rlhf_details.plumbing.inputs import data
 from rlhf_details.plumbing.machine import environments
 
@@ -343,7 +343,7 @@ def test_generation_marks_are_used_and_compared(end, capsys):
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
-def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(in_tmp, capsys):
+def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(in_tmp, capsys, fails):
     """A random policy calls nothing; what its chat template shows and its folder keeps is the run's."""
     tokenizer = tokenizer_of("qwen 2.5")
     tokenizer.save_pretrained("start")
@@ -357,6 +357,22 @@ def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(
     given |= dict(tools=TOOLS["tools"], tool_timeout=2.0, total_episodes=4, output_dir="agent", run_name="agent")
     row = train_agent.main(train_agent.Args(**given))["metrics"]
     assert row["val/turns"] == 1 and row["health/one_turn"] == 1
+    # The same command may be given again, and show_tokens.py shows the prompts of this run.
+    train_agent.check(again := train_agent.Args(**given | dict(run_name="again")))
+    train_agent.check(again)
+    assert "holds another model (chat_template_kwargs" in fails(
+        train_agent.check, train_agent.Args(**given | dict(run_name="again", tools=TOOLS["tools"][:1]))
+    )
+    assert "--chat_template_kwargs [1]: cannot be read" in fails(
+        train_agent.check, train_agent.Args(**given | dict(run_name="again", chat_template_kwargs="[1]"))
+    )
+    capsys.readouterr()
+    show_tokens.main(
+        ["train_agent.py", "--dataset", "rows.jsonl", "--sft_model_path", "sft", "--tools", *TOOLS["tools"]]
+    )
+    ids = [int(i) for i in re.findall(r"^    +(\d+)  '", capsys.readouterr().out, re.M)]
+    prompts, _ = data.load_prompts(again, tokenizer, 10_000)
+    assert ids == prompts[0].ids + prompts[1].ids and "Doubles a number" in tokenizer.decode(ids)
     summary = evaluate.main(evaluate.Args(policy_path="agent", dataset="rows.jsonl", reward_fn=("mine.py:f",)))
     sampling, samples = summary["sampling"], Path("runs/evaluate__agent/samples.csv").read_text()
     assert (

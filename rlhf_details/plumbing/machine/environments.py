@@ -15,7 +15,10 @@ from rlhf_details.plumbing.machine import rewards, tools
 
 
 def check(args):
-    """Exits with an error if there is no environment, or flags contradict it; imports the user's code."""
+    """Exits with an error if there is no environment, or flags contradict it; imports the user's code.
+
+    It puts what --tools says into the args, so it stands before cli.check, which compares them with an earlier run's.
+    """
     if bool(args.env_fn) == bool(args.tools):
         which = "one of them is required, and not both"
         console.fail(

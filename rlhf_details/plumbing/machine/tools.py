@@ -30,7 +30,8 @@ def show(args):
             schemas.append(get_json_schema(function))
         except Exception as e:  # It has no docstring, or an argument has no type hint or no line in the docstring.
             console.fail(f"--tools {spec}: {console.in_one_line(e)}")
-    args.chat_template_kwargs = json.dumps(json.loads(args.chat_template_kwargs) | {"tools": schemas})
+    with console.reading("--chat_template_kwargs", args.chat_template_kwargs):
+        args.chat_template_kwargs = json.dumps(json.loads(args.chat_template_kwargs) | {"tools": schemas})
 
 
 class Tools:
