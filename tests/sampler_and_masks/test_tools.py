@@ -26,7 +26,7 @@ from test_turns import FLAGS, HEADS, play
 
 from rlhf_details import evaluate, show_tokens, train_agent, train_sft
 from rlhf_details.plumbing.inputs import data
-from rlhf_details.plumbing.machine import environments
+from rlhf_details.plumbing.machine import environments, tools
 
 HERE = f"{ROOT}/tests/environments.py"
 TOOLS = FLAGS | dict(env_fn=None, tools=(f"{HERE}:add", f"{HERE}:double"), tool_timeout=5.0, overlap=False)
@@ -160,6 +160,60 @@ def test_what_a_policy_could_not_know_or_say_is_one_line(name, flags, messages, 
     line = fails(start)
     assert "--tools" in line and words in line
     assert ("--env_fn takes a function that reads it" in line) == (name == "mistral 0.3")
+
+
+COUNTED = """
+import asyncio, time
+running, peak = [], [0]
+
+def count(f):
+    running.append(f)
+    peak[0] = max(peak[0], len(running))
+
+def computes(x):
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        pass
+    return x
+
+def waits(x):
+    count(waits)
+    time.sleep(0.1)
+    running.pop()
+    return x
+
+async def is_awaited(x):
+    count(is_awaited)
+    await asyncio.sleep(0.1)
+    running.pop()
+    return x
+
+def hangs(x):
+    return waits(x) if x % 12 else time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, count, limit, peak",
+    [
+        ("computes", 12, 1.5, 0),  # Six at once would take 1.8 s.
+        ("waits", 24, 1, tools.AT_ONCE),
+        ("is_awaited", 24, 1, 24),
+        ("hangs", 24, 0.5, tools.AT_ONCE),
+    ],
+)
+def test_the_time_limit_is_one_of_a_call(in_tmp, capsys, name, count, limit, peak):
+    """As many episodes call in one turn. Calls that hang never hold up the next ones."""
+    Path("counted.py").write_text(COUNTED)
+    args = SimpleNamespace(tools=(f"counted.py:{name}",), tool_timeout=limit, chat_template_kwargs='{"tools": []}')
+    calls = [json.dumps({"name": name, "arguments": {"x": x}}) for x in range(count)]
+    environment, expected = tools.Tools(args, None), [str(x) for x in range(count)]
+    if name == "hangs":
+        expected[0] = expected[12] = "error: no result within 0.5 s"
+    found = environment(["hello?"] * count, [[f"<tool_call>{call}</tool_call>"] for call in calls])
+    assert [message["content"] for (message,) in found] == expected
+    assert environment.functions[name].__globals__["peak"] == [peak]
+    assert capsys.readouterr().out.count("--tool_timeout gives more") == (name == "hangs")
 
 
 def test_a_long_result_is_cut_and_the_other_one_stays():
