@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import cli, comparisons, data, models, stop_tokens
+from rlhf_details.plumbing.machine import tools
 
 SCRIPTS = "sft reward dpo ppo rloo grpo distill agent".split()
 COLUMNS = {"sft": "completion", "reward": "candidates", "dpo": "candidates"}
@@ -52,6 +53,8 @@ def main(argv):
             console.fail(f"--show_rows {count}: must be a number of rows")
     args = cli.parse(importlib.import_module(f"rlhf_details.train_{name}").Args, words)
     args.take = int(count)
+    if getattr(args, "tools", ()):
+        tools.show(args)
     flag = "base_model" if name == "sft" else "sft_model_path"
     path = getattr(args, flag)
     if path in (None, "scratch"):

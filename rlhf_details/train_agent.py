@@ -329,9 +329,9 @@ def evaluate(policy, sample, env, reference, score, prompts, stop_ids, args, acc
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def check(args):
     """Ends the program where arguments contradict each other."""
+    environments.check(args)
     cli.check(args)
     rewards.check(args)
-    environments.check(args)
     cli.check_batch_size(args, "rloo_k")
     if args.rloo_k == 1:
         console.fail("--rloo_k 1: leave-one-out needs at least 2")

@@ -1,4 +1,7 @@
-"""Five chat templates as their models' repositories have them: ChatML, Llama 3, Qwen 2.5, Qwen 3 and Mistral 0.3."""
+"""Chat templates as their models' repositories have them: ChatML, Llama 3, Qwen 2.5, Qwen 3 and Mistral 0.3.
+
+Hermes 3's for tools is shortened: it says less of what a tool is.
+"""
 
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
@@ -243,6 +246,34 @@ MISTRAL_3 = r"""{%- if messages[0]["role"] == "system" %}
     {%- endif %}
 {%- endfor %}
 """  # noqa: E501
+HERMES_3_TOOLS = r"""{{- '<|im_start|>system\nYou may call functions: <tools>' }}
+{%- for tool in tools %}
+    {{- '\n' + (tool | tojson) }}
+{%- endfor %}
+{{- '\n</tools><|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+        {%- if loop.previtem and loop.previtem.role != "tool" %}
+            {{- '<|im_start|>tool\n' }}
+        {%- endif %}
+        {{- '<tool_response>\n' + message.content + '\n</tool_response>\n' }}
+        {%- if loop.last or loop.nextitem.role != "tool" %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- for call in message.tool_calls %}
+            {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
 OF_LLAMA = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|end_of_text|>".split()
 OF_QWEN = "<|endoftext|> <|im_start|> <|im_end|> <tool_response> </tool_response> <think> </think>".split()
 OF_MISTRAL = (

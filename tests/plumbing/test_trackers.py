@@ -41,6 +41,18 @@ def test_an_offline_run_holds_metrics_configuration_and_tables(tiny, few_prompts
     assert set(board.Tags()["scalars"]) == {metric for row in rows for metric in row} | {"global_step"}
 
 
+def test_lines_are_readable_and_a_resumed_run_keeps_them(in_tmp):
+    texts = ["\u27e8Zürich 北京\u27e9", "\ud83d", "a\u2028b\n"]  # half a pair, and a separator of lines
+    path = Path("samples.jsonl")
+    for update, text in enumerate(texts, 1):
+        trackers.append_rows(path, [{"update": update, "response": text}])
+    written = path.read_text(encoding="utf-8")
+    assert "\u27e8Zürich 北京\u27e9" in written and "\\ud83d" in written
+    trackers.cut_rows(path, 3)
+    assert path.read_text(encoding="utf-8") == written
+    assert [json.loads(line)["response"] for line in open(path, encoding="utf-8")] == texts
+
+
 def test_without_a_login_a_line_says_so(tiny, in_tmp, monkeypatch, fails):
     wandb.teardown()
     for name in ("WANDB_MODE", "WANDB_API_KEY"):

@@ -9,13 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chat_templates import CHATML, LLAMA_3, MISTRAL_3, OF_LLAMA, OF_MISTRAL, OF_QWEN, QWEN_3, QWEN_25, bytes_and_words
+from chat_templates import (
+    CHATML,
+    HERMES_3_TOOLS,
+    LLAMA_3,
+    MISTRAL_3,
+    OF_LLAMA,
+    OF_MISTRAL,
+    OF_QWEN,
+    QWEN_3,
+    QWEN_25,
+    bytes_and_words,
+)
 from helpers import ROOT, tiny_model
 from test_turns import FLAGS, HEADS, play
 
-from rlhf_details import evaluate, train_agent, train_sft
+from rlhf_details import evaluate, show_tokens, train_agent, train_sft
 from rlhf_details.plumbing.inputs import data
-from rlhf_details.plumbing.machine import environments
+from rlhf_details.plumbing.machine import environments, tools
 
 HERE = f"{ROOT}/tests/environments.py"
 TOOLS = FLAGS | dict(env_fn=None, tools=(f"{HERE}:add", f"{HERE}:double"), tool_timeout=5.0, overlap=False)
@@ -49,22 +60,29 @@ TEMPLATES = {
         '[TOOL_RESULTS] {{"content": {}, "call_id": "abcdefghi"}}[/TOOL_RESULTS]'
         '[TOOL_RESULTS] {{"content": {}, "call_id": "jklmnopqr"}}[/TOOL_RESULTS]',
     ),
+    "hermes 3": (
+        *({"default": CHATML, "tool_use": HERMES_3_TOOLS}, OF_QWEN, "<|im_end|>", [], HERMES),
+        "\n<|im_start|>tool\n<tool_response>\n{}\n</tool_response>\n<tool_response>\n{}\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
 }
+# Of two templates, the one for tools writes the same as where there is no other.
+TEMPLATES["mistral 0.3, two"] = ({"default": CHATML, "tool_use": MISTRAL_3}, *TEMPLATES["mistral 0.3"][1:])
 
 
 def tokenizer_of(name):
     template, special, end, *_ = TEMPLATES[name]
     tokenizer = bytes_and_words(template, special, end)
-    if name == "mistral 0.3":
+    if name.startswith("mistral"):
         tokenizer.response_template = RESPONSES
     return tokenizer
 
 
-def chats(tokenizer, messages, **flags):
+def chats(tokenizer, messages, columns=None, **flags):
     """(args, Prompts) of one row, after the checks of a run with tools."""
     args = SimpleNamespace(**TOOLS | flags)
     environments.check(args)
-    return args, data.encode(args, "dataset", [{"prompt": messages}], tokenizer, 10_000)
+    return args, data.encode(args, "dataset", [{"prompt": messages} | (columns or {})], tokenizer, 10_000)
 
 
 def ask(tokenizer, turns, messages=(SYSTEM,), **flags):
@@ -105,11 +123,13 @@ def test_schemas_are_shown_calls_read_and_results_placed(name):
         ('{"name": "fragile", "arguments": {"how": "exit"}}', "error: 3"),
         ('{"name": "fragile", "arguments": {"how": "hang"}}', "error: no result within 0.3 s"),
         ('{"name": "add", "arguments": {"x": 1, "y": 2}}', "3"),
+        ('{"name": "double", "arguments": {"x": "Zürich 北京"}}', '{"twice": "Zürich 北京Zürich 北京"}'),
+        ('{"name": "double", "arguments": {"x": "\\ud83d"}}', '{"twice": "??"}'),  # half a pair, no character
     ],
 )
 def test_a_call_that_goes_wrong_is_an_observation(call, said):
     """And so it is beside one that is right. A turn may also stop short of the closing tag."""
-    flags = dict(tools=(f"{HERE}:add", f"{HERE}:fragile"), tool_timeout=0.3)
+    flags = dict(tools=(f"{HERE}:add", f"{HERE}:double", f"{HERE}:fragile"), tool_timeout=0.3)
     texts = [f"I ask. <tool_call>{call}</tool_call><tool_call>{ADD}", "the answer"]
     _, found, (_, observed, last) = ask(tokenizer_of("chatml"), texts, **flags)
     assert observed.startswith(said) and observed.endswith("\n5") and last == "the answer" and found.ended.all()
@@ -142,15 +162,91 @@ def test_what_a_policy_could_not_know_or_say_is_one_line(name, flags, messages, 
     assert ("--env_fn takes a function that reads it" in line) == (name == "mistral 0.3")
 
 
+COUNTED = """
+import asyncio, time
+running, peak = [], [0]
+
+def count(f):
+    running.append(f)
+    peak[0] = max(peak[0], len(running))
+
+def computes(x):
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        pass
+    return x
+
+def waits(x):
+    count(waits)
+    time.sleep(0.1)
+    running.pop()
+    return x
+
+async def is_awaited(x):
+    count(is_awaited)
+    await asyncio.sleep(0.1)
+    running.pop()
+    return x
+
+def hangs(x):
+    return waits(x) if x % 12 else time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, count, limit, peak",
+    [
+        ("computes", 12, 1.5, 0),  # Six at once would take 1.8 s.
+        ("waits", 24, 1, tools.AT_ONCE),
+        ("is_awaited", 24, 1, 24),
+        ("hangs", 24, 0.5, tools.AT_ONCE),
+    ],
+)
+def test_the_time_limit_is_one_of_a_call(in_tmp, capsys, name, count, limit, peak):
+    """As many episodes call in one turn. Calls that hang never hold up the next ones."""
+    Path("counted.py").write_text(COUNTED)
+    args = SimpleNamespace(tools=(f"counted.py:{name}",), tool_timeout=limit, chat_template_kwargs='{"tools": []}')
+    calls = [json.dumps({"name": name, "arguments": {"x": x}}) for x in range(count)]
+    environment, expected = tools.Tools(args, None), [str(x) for x in range(count)]
+    if name == "hangs":
+        expected[0] = expected[12] = "error: no result within 0.5 s"
+    found = environment(["hello?"] * count, [[f"<tool_call>{call}</tool_call>"] for call in calls])
+    assert [message["content"] for (message,) in found] == expected
+    assert environment.functions[name].__globals__["peak"] == [peak]
+    assert capsys.readouterr().out.count("--tool_timeout gives more") == (name == "hangs")
+
+
 def test_a_long_result_is_cut_and_the_other_one_stays():
     tokenizer = tokenizer_of("chatml")
     long = json.dumps({"name": "double", "arguments": {"x": "9" * 200}})
     texts = [f"<tool_call>{long}</tool_call><tool_call>{ADD}</tool_call>", "the answer"]
-    _, found, _ = ask(tokenizer, texts, max_observation_tokens=60)
+    _, found, said = ask(tokenizer, texts, max_observation_tokens=60)
     shown = tokenizer.decode(found.responses[0][found.response_mask[0] & ~found.action_mask[0]])
     assert re.fullmatch(
         r'\n<\|im_start\|>tool\n\{"twice": "9+<\|im_end\|>\n<\|im_start\|>tool\n5<\|im_end\|>\n.*\n', shown
     )
+    assert re.fullmatch(r'\{"twice": "9+\n5', said[1]) and said[1].partition("\n")[0] in shown
+
+
+@pytest.mark.parametrize("name", ["qwen 2.5", "hermes 3", "chatml"])
+@pytest.mark.parametrize("names", [["add", "send_mail"], ["send_mail"], ["add"], ["double", "add"], []])
+@pytest.mark.parametrize("bare", [False, True])
+def test_schemas_of_a_data_set_are_those_of_tools_or_one_line(name, names, bare, fails):
+    """They replace those of --tools in the prompt, so a policy would call what nobody answers."""
+    schemas = [{"name": x, "description": "Mine.", "parameters": {"type": "object", "properties": {}}} for x in names]
+    schemas = schemas if bare else [{"type": "function", "function": x} for x in schemas]
+    tokenizer = tokenizer_of(name)
+
+    def start(tools):
+        args, rows = chats(tokenizer, [SYSTEM, {"role": "user", "content": "hello?"}], {"tools": tools})
+        environments.Environment(args, None, tokenizer, rows)
+        return tokenizer.decode(rows[0].ids)
+
+    if "send_mail" in names and name != "chatml":  # ChatML shows no schemas.
+        line = fails(start, schemas)
+        assert "--tools: --dataset rows: row 1: the column `tools` shows others, send_mail; name their" in line
+    else:
+        assert start(schemas).count("Mine.") == len(names) * (name != "chatml")
 
 
 # ---- SFT on several turns --------------------------------------------------------------------------------------------
@@ -189,21 +285,24 @@ def drawn(tokenizer, row, completion_only=True):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_sft_trains_on_all_turns_with_their_ends(name):
+def test_sft_trains_on_all_turns_with_their_ends(name, capsys):
     """The ids are those of a trajectory in which a policy says the same, and of a chat that goes on."""
-    _, _, end, first, calls, _ = TEMPLATES[name]
+    template, _, end, first, calls, _ = TEMPLATES[name]
     tokenizer = tokenizer_of(name)
-    space = " " * (name == "mistral 0.3")  # It writes one before an answer in words.
+    tools = json.loads(chats(tokenizer, [SYSTEM, QUESTION])[0].chat_template_kwargs)["tools"]
+    row = {"messages": first + CHAT} | ({"tools": tools} if isinstance(template, dict) else {})
+    space = " " * name.startswith("mistral")  # It writes one before an answer in words.
     thought = "<think>\n\n</think>\n\n" * (name == "qwen 3")  # It writes one where an answer is the last.
     turns = [thought + calls, space + thought + "the answer", space + thought + "hello again"]
-    row = sft_row(tokenizer, {"messages": first + CHAT})
+    last = sft_row(tokenizer, row, train_on="last")
+    row = sft_row(tokenizer, row)
     assert drawn(tokenizer, row) == [turn + end for turn in turns]
+    assert tokenizer.decode(row.ids).count("Doubles a number") == isinstance(template, dict)  # It is said once.
+    assert ("the chat template writes no calls" in capsys.readouterr().out) == (name in ("chatml", "llama 3"))
     assert drawn(tokenizer, row, completion_only=False) == [tokenizer.decode((row.ids + row.completion)[1:])]
     prompt, found, _ = ask(tokenizer, turns[:2], first, chat_template_kwargs="{}")
-    tools = json.loads(chats(tokenizer, [SYSTEM, QUESTION])[0].chat_template_kwargs)["tools"]
     shown = sft_row(tokenizer, {"messages": first + CHAT[:5], "tools": json.dumps(tools)})
     assert shown.ids + shown.completion == prompt.ids + found.responses[0][found.response_mask[0]].tolist()
-    last = sft_row(tokenizer, {"messages": first + CHAT}, train_on="last")
     assert drawn(tokenizer, last) == [turns[2] + end]
     assert tokenizer.decode(last.ids).endswith(tokenizer.decode(row.ids)[-20:])
 
@@ -237,6 +336,15 @@ def test_a_function_call_that_is_no_json_is_one_line(fails):
     said = [{"from": "human", "value": "hello?"}, {"from": "function_call", "value": "add 2 3"}]
     line = fails(sft_row, tokenizer_of("qwen 2.5"), {"conversations": [*said, {"from": "gpt", "value": "five"}]})
     assert "row 1: a function_call is no JSON of a `name` and `arguments`: 'add 2 3'" in line
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_is_written_and_shown_in_its_own_letters(name):
+    """SFT's targets and prompts, as transformers' tojson writes them, and the prompt that a sample shows."""
+    call = CALL | {"tool_calls": [call_of("double", {"x": "Zürich 北京"}, "abcdefghi")]}
+    tokenizer = tokenizer_of(name)
+    row = sft_row(tokenizer, {"messages": [SYSTEM, QUESTION, call, *GIVEN[:1], ANSWER]})
+    assert '"Zürich 北京"' in tokenizer.decode(row.ids) and '"Zürich 北京"' in row.text
 
 
 GLM = (
@@ -289,7 +397,7 @@ def test_generation_marks_are_used_and_compared(end, capsys):
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
-def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(in_tmp, capsys):
+def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(in_tmp, capsys, fails):
     """A random policy calls nothing; what its chat template shows and its folder keeps is the run's."""
     tokenizer = tokenizer_of("qwen 2.5")
     tokenizer.save_pretrained("start")
@@ -303,6 +411,22 @@ def test_a_run_with_tools_is_evaluated_as_it_was_trained_and_sft_reads_its_rows(
     given |= dict(tools=TOOLS["tools"], tool_timeout=2.0, total_episodes=4, output_dir="agent", run_name="agent")
     row = train_agent.main(train_agent.Args(**given))["metrics"]
     assert row["val/turns"] == 1 and row["health/one_turn"] == 1
+    # The same command may be given again, and show_tokens.py shows the prompts of this run.
+    train_agent.check(again := train_agent.Args(**given | dict(run_name="again")))
+    train_agent.check(again)
+    assert "holds another model (chat_template_kwargs" in fails(
+        train_agent.check, train_agent.Args(**given | dict(run_name="again", tools=TOOLS["tools"][:1]))
+    )
+    assert "--chat_template_kwargs [1]: cannot be read" in fails(
+        train_agent.check, train_agent.Args(**given | dict(run_name="again", chat_template_kwargs="[1]"))
+    )
+    capsys.readouterr()
+    show_tokens.main(
+        ["train_agent.py", "--dataset", "rows.jsonl", "--sft_model_path", "sft", "--tools", *TOOLS["tools"]]
+    )
+    ids = [int(i) for i in re.findall(r"^    +(\d+)  '", capsys.readouterr().out, re.M)]
+    prompts, _ = data.load_prompts(again, tokenizer, 10_000)
+    assert ids == prompts[0].ids + prompts[1].ids and "Doubles a number" in tokenizer.decode(ids)
     summary = evaluate.main(evaluate.Args(policy_path="agent", dataset="rows.jsonl", reward_fn=("mine.py:f",)))
     sampling, samples = summary["sampling"], Path("runs/evaluate__agent/samples.csv").read_text()
     assert (

@@ -120,9 +120,11 @@ def test_an_episode_that_has_no_room_or_no_turn_left_has_not_ended():
 def test_a_long_observation_loses_its_end_or_ends_the_episode(mode, tokens):
     rows = rows_of(WORDS, ["the red box ?"], said=[["red is same as blue ;"]])
     turns = [[ids("ask red ;"), ids("say 1 ;")]]
-    found, _, _ = play(WORDS, rows, turns, max_observation_tokens=4, long_observation=mode)
+    found, said, _ = play(WORDS, rows, turns, max_observation_tokens=4, long_observation=mode)
     between = found.response_mask & ~found.action_mask
     assert 0 <= tokens - between.sum() <= 1 and found.ended.tolist() == [mode == "cut"]
+    # Rewards read what the policy has read.
+    assert "".join(said[0][1:2]) == WORDS.decode(found.responses[0][between[0]]).strip()
 
 
 def test_a_process_without_an_active_episode_samples_for_a_dummy_row(monkeypatch):
@@ -220,10 +222,11 @@ def test_a_cut_observation_keeps_what_the_template_writes_behind_it():
     rows = rows_of(tokenizer, [[{"role": "user", "content": "hello?"}]], said=[[text]])
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     flags = dict(max_observation_tokens=40, response_length=200)
-    found, _, _ = play(tokenizer, rows, [[[stop], [stop]]], **flags)
+    found, said, _ = play(tokenizer, rows, [[[stop], [stop]]], **flags)
     shown = tokenizer.decode(found.responses[0][found.response_mask[0] & ~found.action_mask[0]])
     head, tail = SAID.split("TEXT")
     assert shown.startswith(head) and shown.endswith(tail) and text.startswith(shown[len(head) : -len(tail)])
+    assert said[0][1] == shown[len(head) : -len(tail)]
     assert 20 < (found.response_mask & ~found.action_mask).sum() <= 40
 
 

@@ -24,22 +24,36 @@ def vocabulary(tokenizer):
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def render(tokenizer, messages, options=None, **more):
+def render(tokenizer, messages, options=None, template=None, **more):
     """The text that the chat template makes of messages.
 
     Args: options, {name: value} of what the template is given beside the messages: a row's `tools` and `documents`, the
-    user's own, such as enable_thinking, and `date`, an ISO string, which it takes for now; more, apply_chat_template's.
+    user's own, such as enable_thinking, and `date`, an ISO string, which it takes for now; template, if it is not what
+    the options choose; more, apply_chat_template's.
     Where a template writes no calls of tools, they stand in the content, as Qwen's and Hermes' templates write them.
     """
     options = dict(options or {})
     date = options.pop("date", None)
-    template = tokenizer.get_chat_template(tools=options.get("tools"))
+    template = template or tokenizer.get_chat_template(tools=options.get("tools"))
     if not writes_calls(template):
         messages = [with_calls(message) if message.get("tool_calls") else message for message in messages]
     if date:  # Llama 3.2 writes the day into its prompts. A resumed run must see the same day.
         now = datetime.fromisoformat(date)
         template = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda m: repr(now.strftime(m[2])), template)
     return tokenizer.apply_chat_template(messages, chat_template=template, **{"tokenize": False} | options | more)
+
+
+def render_without_tools(tokenizer, messages, options, **more):
+    """`render` without the tools and documents of the options, which stand in a chat's first messages alone.
+
+    Of two templates, such as Hermes 3's, it is the one that shows tools: the other one writes no results of calls.
+    """
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
+    options = {name: x for name, x in options.items() if name not in ("tools", "documents")}
+    try:
+        return render(tokenizer, messages, options, template, **more)
+    except TypeError:  # Hermes 3's lists the tools without asking whether there are any.
+        return render(tokenizer, messages, options | {"tools": []}, template, **more)
 
 
 def writes_calls(template):
@@ -49,7 +63,7 @@ def writes_calls(template):
 
 def with_calls(message):
     """A message whose calls of tools stand at the end of its content."""
-    calls = [json.dumps(call.get("function", call)) for call in message["tool_calls"]]
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message["tool_calls"]]
     said = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     return message | {"content": "\n".join([message["content"], *said] if message["content"] else said)}
 

@@ -384,7 +384,8 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
         console.say(f"--{flag}: {what} the answers with the tokens that end them; its marks are used")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     calling = [row for row in chats if any(m.get("tool_calls") for m in row.columns["prompt"])]
-    if calling and not chat.writes_calls(tokenizer.get_chat_template()):
+    templates = [tokenizer.get_chat_template(tools=row.options.get("tools")) for row in calling]
+    if calling := [row for row, x in zip(calling, templates, strict=True) if not chat.writes_calls(x)]:
         console.say(f"{counted(calling, 'rows call tools')}; the chat template writes no calls, so Qwen's form is used")
     control = stop_tokens.control_tokens(tokenizer)
     tokens_in = {row: [x for text in texts_of(row, column) for x in control if x in text] for row in found}
@@ -437,7 +438,9 @@ def as_text(tokenizer, prompt):
         return prompt
     if not is_messages(prompt):
         return token_ids.decode_all(tokenizer, [token_ids.encode(tokenizer, prompt)])[0]
-    texts = [m["content"] or (json.dumps(m["tool_calls"]) if "tool_calls" in m else "") for m in prompt]
+    texts = [
+        m["content"] or (json.dumps(m["tool_calls"], ensure_ascii=False) if "tool_calls" in m else "") for m in prompt
+    ]
     pairs = zip(prompt, texts, strict=True)
     return "\n".join(f"{m['role']}: {text}" for m, text in pairs) if len(prompt) > 1 else texts[0]
 

@@ -141,9 +141,9 @@ def between_turns(tokenizer, messages, options):
 
 
 def render_between(tokenizer, answer, messages, options):
-    """The text of a question, an answer and more messages. Tools stand in a chat's first messages alone."""
-    options = {name: x for name, x in options.items() if name not in ("tools", "documents")}
-    return chat.render(tokenizer, [chat.QUESTION, answer, *messages], options, add_generation_prompt=True)
+    """The text of a question, an answer and more messages."""
+    chat_of_dummies = [chat.QUESTION, answer, *messages]
+    return chat.render_without_tools(tokenizer, chat_of_dummies, options, add_generation_prompt=True)
 
 
 def decode(tokenizer, responses, mask):

@@ -15,7 +15,10 @@ from rlhf_details.plumbing.machine import rewards, tools
 
 
 def check(args):
-    """Exits with an error if there is no environment, or flags contradict it; imports the user's code."""
+    """Exits with an error if there is no environment, or flags contradict it; imports the user's code.
+
+    It puts what --tools says into the args, so it stands before cli.check, which compares them with an earlier run's.
+    """
     if bool(args.env_fn) == bool(args.tools):
         which = "one of them is required, and not both"
         console.fail(
@@ -79,7 +82,8 @@ class Environment:
         except rewards.Fault as e:
             fault = str(e)
         rewards.end_if_any(self.accelerator, gather_object([fault]))
-        return [(as_text(x), self.observation(*given, x)) for *given, x in zip(rows, room, said, strict=True)]
+        ids = [self.observation(*given) for given in zip(rows, room, said, strict=True)]
+        return list(zip(map(as_text, said), ids, strict=True))  # after `observation`, which cuts what is said
 
     def is_over(self, active):
         """Whether no process has an active episode. Call it on every process."""
@@ -111,7 +115,8 @@ class Environment:
         if not (chat.is_messages(said) and all(isinstance(message.get("content"), str) for message in said)):
             kinds = "neither a text, nor messages with a text as content, nor None"
             raise rewards.Fault(f"{self.function.what} returned {said!r}, which is {kinds}")
-        return [{**message} for message in said]
+        # A tool may return half a pair of UTF-16, which JSON can say and a tokenizer cannot read.
+        return [message | {"content": message["content"].encode(errors="replace").decode()} for message in said]
 
     def between(self, row, messages):
         """Token ids from the end of a turn to the beginning of the next, of a row's kind of prompt."""

@@ -106,7 +106,7 @@ async def ask_all(args, pairs, path, api_key):
                 if key not in kept:
                     async with asyncio.timeout(limit):
                         kept[key] = await ask(client, text, options)
-                    print(json.dumps({key: kept[key]}), file=file, flush=True)
+                    print(json.dumps({key: kept[key]}, ensure_ascii=False), file=file, flush=True)
                 found[number] = verdict_by_answer(kept[key], letter), kept[key]
         except TimeoutError as e:
             raise TimeoutError(f"no whole answer to a question within {limit:g} s") from e
@@ -114,7 +114,7 @@ async def ask_all(args, pairs, path, api_key):
             list(waiting)  # After a question that fails, no further one is asked.
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a+", encoding="utf-8", errors="backslashreplace") as file:
         file.seek(0)
         for line in file:
             with contextlib.suppress(ValueError):  # A kill may have torn a line.

@@ -8,9 +8,13 @@ calls, and a turn without a call ends the episode. Calls are read by the tokeniz
 <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>.
 """
 
+import contextlib
+import inspect
 import json
+import os
 import re
 import threading
+import time
 from concurrent.futures import Future, wait
 
 from transformers.utils import get_json_schema
@@ -19,6 +23,7 @@ from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import chat, user_code
 
 ID = "000000000"
+AT_ONCE = min(32, (os.cpu_count() or 1) + 4)  # as many threads as concurrent.futures takes
 
 
 def show(args):
@@ -30,11 +35,16 @@ def show(args):
             schemas.append(get_json_schema(function))
         except Exception as e:  # It has no docstring, or an argument has no type hint or no line in the docstring.
             console.fail(f"--tools {spec}: {console.in_one_line(e)}")
-    args.chat_template_kwargs = json.dumps(json.loads(args.chat_template_kwargs) | {"tools": schemas})
+    with console.reading("--chat_template_kwargs", args.chat_template_kwargs):
+        args.chat_template_kwargs = json.dumps(json.loads(args.chat_template_kwargs) | {"tools": schemas})
 
 
 class Tools:
-    """An environment function. Calls run in threads, all at once, and those that take too long are left behind."""
+    """An environment function. Calls run in threads, and those that take too long are left behind.
+
+    Coroutines run all at once. Other functions share one core where they compute, so they then run one by one, or the
+    time limit of each would be used up by the others; where they wait for something, AT_ONCE of them run at once.
+    """
 
     def __init__(self, args, tokenizer):
         functions = [user_code.load_function(spec, "--tools") for spec in args.tools]
@@ -42,23 +52,52 @@ class Tools:
         self.limit = args.tool_timeout
         self.tokenizer = tokenizer
         self.options = json.loads(args.chat_template_kwargs)
+        self.has_warned = False
 
     def __call__(self, prompts, completions):
         """What the calls in the last turn of each episode return, as messages, or None where it calls nothing."""
-        begun = [[(call, self.begin(call)) for call in self.calls_in(turns[-1])] for turns in completions]
-        wait([future for pairs in begun for _, future in pairs], self.limit)
-        return [[self.message(*pair) for pair in pairs] or None for pairs in begun]
+        found = [self.calls_in(turns[-1]) for turns in completions]
+        calls = [call for calls in found for call in calls]
+        answers = dict(self.at_once([x for x in enumerate(calls) if self.is_coroutine(x[1])]))
+        waiting = [x for x in enumerate(calls) if x[0] not in answers]
+        size = 1
+        while waiting:
+            start = time.monotonic(), time.process_time()
+            answers |= self.at_once(waiting[:size])
+            waiting = waiting[size:]
+            computes = time.process_time() - start[1] > (time.monotonic() - start[0]) / 4
+            size = 1 if computes else AT_ONCE
+        answers = iter([answers[i] for i in range(len(calls))])
+        return [[next(answers) for _ in calls] or None for calls in found]
+
+    def at_once(self, calls):
+        """[(number, the message that answers the call)] of calls that begin together. calls: [(number, call)]."""
+        begun = [self.begin(call) for _, call in calls]
+        wait(begun, self.limit)
+        return [(i, self.message(call, future)) for (i, call), future in zip(calls, begun, strict=True)]
 
     def calls_in(self, text):
         """The calls of a turn, each {"name", "arguments"}, or the text of one."""
         if not getattr(self.tokenizer, "response_template", None):
             return re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-        prompt = chat.render(self.tokenizer, [chat.QUESTION], add_generation_prompt=True)
+        prompt = chat.render_without_tools(self.tokenizer, [chat.QUESTION], self.options, add_generation_prompt=True)
         try:
             turn = self.tokenizer.parse_response(text, prefix=prompt, tools=self.options["tools"])
         except Exception:  # A policy may write whatever it likes.
             return [text]
         return [call | call["function"] for call in turn.get("tool_calls", [])]
+
+    def find(self, call):
+        """(function, arguments) of a call. Raises whatever is wrong with it."""
+        found = json.loads(call) if isinstance(call, str) else call
+        if found["name"] not in self.functions:
+            raise ValueError(f"there is no tool {found['name']!r}")
+        return self.functions[found["name"]], found["arguments"]
+
+    def is_coroutine(self, call):
+        """Whether a call is one of an `async` function."""
+        with contextlib.suppress(Exception):
+            return inspect.iscoroutinefunction(self.find(call)[0])
 
     def begin(self, call):
         """The Future of what a call returns."""
@@ -66,11 +105,10 @@ class Tools:
 
         def run():
             try:
-                found = json.loads(call) if isinstance(call, str) else call
-                if found["name"] not in self.functions:
-                    raise ValueError(f"there is no tool {found['name']!r}")
-                result = user_code.result_of(self.functions[found["name"]](**found["arguments"]))
-                future.set_result(result if isinstance(result, str) else json.dumps(result, default=str))
+                function, arguments = self.find(call)
+                result = user_code.result_of(function(**arguments))
+                is_text = isinstance(result, str)
+                future.set_result(result if is_text else json.dumps(result, default=str, ensure_ascii=False))
             except BaseException as e:  # The user's code may raise what it likes, and call exit().
                 future.set_result(f"error: {console.in_one_line(e)}")
 
@@ -79,15 +117,20 @@ class Tools:
 
     def message(self, call, future):
         """What is said of a call. Mistral's template wants the call's id, of nine letters."""
-        said = future.result() if future.done() else f"error: no result within {self.limit:g} s"
+        late = f"no result within {self.limit:g} s"
+        is_late = not future.done()
+        if is_late and not self.has_warned:
+            self.has_warned = True
+            console.say(f"warning: a call of a tool had {late}, and the policy reads that; --tool_timeout gives more")
+        said = f"error: {late}" if is_late else future.result()
         call_id = call.get("id", ID) if isinstance(call, dict) else ID
         return {"role": "tool", "content": said, "tool_call_id": call_id}
 
     def check(self, rows):
-        """Exits with an error if the policy is not told of the tools, or its calls could not be read."""
+        """Exits with an error if the policy is told of no tools or of others, or its calls could not be read."""
         call = {"type": "function", "id": ID, "function": {"name": "a_tool", "arguments": {}}}
         turn = chat.ANSWER | {"content": "", "tool_calls": [call]}
-        written = chat.render(self.tokenizer, [chat.QUESTION, turn])
+        written = chat.render_without_tools(self.tokenizer, [chat.QUESTION, turn], self.options)
         # A template without a form of its own leaves the call out, or has it written as above.
         if "a_tool" in written and not self.calls_in(written):
             hint = "--env_fn takes a function that reads it"
@@ -101,3 +144,8 @@ class Tools:
             if len(texts) == 1 and prompt[0]["role"] != "system":
                 hint = "a system text must say what they are and how to call them"
                 console.fail(f"{where}: the chat template does not show tools; {hint}")
+            # A row's own schemas stand in the place of those of --tools.
+            shown = [tool.get("function", tool).get("name") for tool in row.options["tools"] if isinstance(tool, dict)]
+            if len(texts) > 1 and (others := [name for name in shown if name not in self.functions]):
+                hint = "name their functions, or leave the column out"
+                console.fail(f"{where}: the column `tools` shows others, {', '.join(map(str, others))}; {hint}")

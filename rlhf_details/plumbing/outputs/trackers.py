@@ -87,8 +87,9 @@ def log_table(accelerator, name, rows, step):
 # ---- the run's own files ---------------------------------------------------------------------------------------------
 def append_rows(path, rows):
     """Appends objects to a file of JSON lines."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    # backslashreplace: half a pair, which UTF-8 cannot say, becomes what JSON has for it.
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def cut_rows(path, update):
