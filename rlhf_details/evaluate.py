@@ -66,8 +66,8 @@ class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/fl
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
     prompt_template: str | None = None
-    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: column `prompt`, or
-    else the messages"""
+    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: as the policy was
+    trained, or column `prompt`, or else the messages"""
     completion_template: str | None = None
     """the completion that is compared with, made of columns in the same way; None: the column `completion`"""
     chat_template_kwargs: str | None = None

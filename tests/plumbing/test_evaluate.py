@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import ppo_args, save_pair, swap_words
+from helpers import edit_json, ppo_args, put_into_cache, rloo_args, save_pair, swap_words
+from huggingface_hub import constants
 from short_runs import contents, write_rows
 
-from rlhf_details import evaluate, toy, train_ppo
+from rlhf_details import evaluate, toy, train_ppo, train_rloo
 from rlhf_details.plumbing.inputs import token_ids, user_code
 
 
@@ -182,6 +183,29 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(rows, tiny, caps
     Path("trained/training_args.json").write_text(json.dumps(file))
     evaluate_tiny(tiny, policy_path="trained", response_length=None, judge="none", **flags)
     assert f"sampling: {line}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["trained", "trained/adapter", "org/policy", "org/policy@v1"])
+def test_a_policy_is_sampled_as_it_was_trained_wherever_its_folder_is(rows, tiny, function, monkeypatch, capsys, place):
+    """Its prompts, too, have the template of its training. Code that a repository names does not run."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
+    flags = dict(dataset="rows.jsonl", prompt_template="the {prompt} .", response_length=5, temperature=0.5)
+    train_rloo.main(rloo_args(tiny, **flags, total_episodes=16, lora_rank=2, output_dir="trained"))
+    if "org" in place:
+        edit_json("trained/training_args.json", tools=["os:system"], env_fn="os:system")
+        put_into_cache("org/policy", "trained", *place.split("@")[1:])
+    options = function("seen.extend(prompts); return [1.0] * len(prompts)")
+    options |= dict(policy_path=place, response_length=None, judge="none", reward_model_path=None)
+    for template, text in ((None, "the {} ."), ("{prompt}", "{}")):
+        evaluate_tiny(tiny, **options, prompt_template=template, overwrite=True)
+        out = capsys.readouterr().out
+        assert "sampling: temperature 0.5, response_length 5, stop_token eos, " in out and "as it was trained" in out
+        seen = user_code.load_module(str(Path("mine.py").resolve())).seen
+        assert seen[-13:] == [text.format(row["prompt"]) for row in rows]
+        for flag, code in (("env_fn", "os:system"), ("tools", "['os:system']")):
+            line = f"warning: --policy_path {place}: was trained with --{flag} {code}; give the flag"
+            assert (line in out) == ("org" in place)
 
 
 # ---- mistakes, and the output folder ---------------------------------------------------------------------------------

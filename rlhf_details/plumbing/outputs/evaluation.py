@@ -5,11 +5,13 @@ compared with, the folder with summary.json and samples.csv, and the table of fi
 
 import dataclasses
 import json
+import os
 import platform
 from datetime import date
 from pathlib import Path
 
 import torch
+from transformers.utils import cached_file
 
 from rlhf_details.plumbing import console
 from rlhf_details.plumbing.inputs import cli, flags, models
@@ -24,6 +26,7 @@ FALLBACKS = dict(
     truncate_token="none",
     truncate_after=0,
     chat_template_kwargs="{}",
+    prompt_template=None,
 )
 # How an environment was asked, where there was one.
 TURNS = dict(
@@ -41,26 +44,42 @@ ANSWERS = "judge_answers.jsonl"  # what a language model has answered, also of a
 def as_trained(args):
     """The args, where each setting that no flag gives (None) is the training's, or the fallback. A line names them all.
 
-    The training's settings stand in training_args.json in the policy's folder.
+    The training's settings stand in training_args.json in the policy's folder or repository.
     """
     if not args.policy_path:
         console.fail(f"--policy_path: required with --dataset {args.dataset}: a trained model's folder or Hub name")
     trained = training_args(args.policy_path)
+    if not os.path.exists(args.policy_path):  # A stranger's file does not say which code runs here.
+        for name in {"env_fn", "tools"} & trained.keys():
+            if (code := trained.pop(name)) and not getattr(args, name):
+                console.say(
+                    f"warning: --policy_path {args.policy_path}: was trained with --{name} {code}; give the flag"
+                )
     values = FALLBACKS | TURNS
     for layer in (trained, vars(args)):
         values |= {name: layer[name] for name in values if layer.get(name) is not None}
     if not (values["env_fn"] or values["tools"]):
         values |= dict.fromkeys(TURNS)
-    source = "as it was trained" if trained else "its folder has no training_args.json"
+    source = "as it was trained" if trained else "no training_args.json was found with it"
     named = ", ".join(f"{name} {x}" for name, x in values.items() if x is not None)
     console.say(f"sampling: {named} (flags, and else {source})")
     day = args.template_date or trained.get("template_date") or str(date.today())
     return dataclasses.replace(args, **values, template_date=day)
 
 
-def training_args(folder):
-    """{flag: value} of the run that made a policy, {} where its folder does not say it."""
-    return console.read_json(Path(folder, "training_args.json"), "--policy_path")
+def training_args(path):
+    """{flag: value} of the run that made a policy (a folder or Hub name), {} where nothing there says it."""
+    name, revision = console.split(path)
+    with console.reading("--policy_path", path):
+        console.announce(path)
+        file = cached_file(
+            name,
+            "training_args.json",
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,  # Without a network the rest may be in the cache.
+        )
+    return console.read_json(Path(file), "--policy_path") if file else {}
 
 
 def check(given, args):

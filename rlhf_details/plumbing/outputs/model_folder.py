@@ -63,10 +63,10 @@ def save_weights(args, model, tokenizer, name):
 
 def save_words(args, tokenizer, card, folder):
     """Writes what belongs to the weights: the tokenizer, training_args.json, and the model card, of which this is the
-    text. The adapters have the tokenizer as well, so that they can be loaded by themselves."""
+    text. The adapters have the first two as well, so that they can be loaded and evaluated by themselves."""
     for place in filter(Path.exists, (folder, folder / "adapter")):
         tokenizer.save_pretrained(place)
-    (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        (place / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
