@@ -350,7 +350,7 @@ def main(args: Args):
 
     # ---- prompts, models, rewards
     rows = data.read(args, "dataset", "prompts", "test", with_answers=use_references)[: args.num_examples]
-    tokenizer, loaded, reward_model = evaluation.load_models(args, device)
+    tokenizer, loaded, reward_model = evaluation.load_models(args, device, rows)
     reward_model = Reward(reward_model) if reward_model else None
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
     end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)

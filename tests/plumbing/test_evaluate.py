@@ -18,6 +18,7 @@ from short_runs import contents, write_rows
 
 from rlhf_details import evaluate, toy, train_ppo, train_rloo
 from rlhf_details.plumbing.inputs import token_ids, user_code
+from rlhf_details.plumbing.outputs import evaluation
 
 
 def evaluate_tiny(tiny, **changes):
@@ -183,6 +184,38 @@ def test_each_setting_is_the_flags_or_the_files_or_the_fallback(rows, tiny, caps
     Path("trained/training_args.json").write_text(json.dumps(file))
     evaluate_tiny(tiny, policy_path="trained", response_length=None, judge="none", **flags)
     assert f"sampling: {line}" in capsys.readouterr().out
+
+
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+A_TEMPLATE, OTHERS, CHATS = "a chat template", "end tokens", [{"prompt": [{"role": "user", "content": "soup"}]}]
+
+
+@pytest.mark.parametrize(
+    "flag, template, ends, stop_token, rows, words",
+    [
+        ("opponent_path", BARE, [1, 5], "eos", CHATS, f"{A_TEMPLATE} and {OTHERS}"),
+        ("opponent_path", BARE, [1], "eos", CHATS, A_TEMPLATE),
+        ("opponent_path", BARE, [1], "eos", [{"prompt": "soup"}], None),
+        ("opponent_path", None, [5], "eos", [{"prompt": "soup"}], OTHERS),
+        ("opponent_path", None, [5], ".", [{"prompt": "soup"}], None),
+        ("opponent_path", None, [1], "eos", CHATS, None),
+        ("ref_model_path", BARE, [1, 5], "eos", CHATS, A_TEMPLATE),
+        ("ref_model_path", None, [1, 5], "eos", CHATS, None),
+    ],
+)
+def test_a_line_warns_of_an_opponents_own_template_and_ends(
+    tiny, in_tmp, capsys, flag, template, ends, stop_token, rows, words
+):
+    shutil.copytree(tiny / "policy", "other")
+    tokenizer = toy.tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("other")
+    Path("other/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    args = evaluate.Args(policy_path=str(tiny / "policy"), stop_token=stop_token, **{flag: "other"})
+    evaluation.load_models(args, "cpu", rows)
+    out = capsys.readouterr().out
+    assert (f"warning: --{flag} other: has {words} of its own, but is given the policy's, so" in out) == bool(words)
+    assert ("of its own" in out) == bool(words)
 
 
 @pytest.mark.parametrize("place", ["trained", "trained/adapter", "org/policy", "org/policy@v1"])

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import cached_file
 
 from rlhf_details.plumbing import console
-from rlhf_details.plumbing.inputs import cli, flags, models
+from rlhf_details.plumbing.inputs import chat, cli, flags, models, stop_tokens
 from rlhf_details.plumbing.machine import engines, environments, judge, rewards
 from rlhf_details.plumbing.outputs import atomic, trackers
 
@@ -109,12 +109,14 @@ def check(given, args):
     check_folder(args, settings(given, args))
 
 
-def load_models(args, device):
+def load_models(args, device, rows):
     """Returns (tokenizer, {path: causal language model}, the reward model that reads token ids, or None).
 
     All models are transformers' and in fp32. Exits with an error if opponent or reference do not read the token ids
-    that the policy writes.
+    that the policy writes. A line warns of a chat template or end tokens of their own, since they are not used.
+    Args: rows, those with the prompts.
     """
+    has_chats = any(chat.is_messages(row["prompt"]) for row in rows)
     tokenizer = models.load_tokenizer(args.policy_path, "--policy_path", args)
     loaded = {}
     for flag in ("policy_path", "opponent_path", "ref_model_path"):
@@ -126,11 +128,30 @@ def load_models(args, device):
         ours, theirs = models.vocabularies(tokenizer, own)
         if ours != theirs:
             console.fail(f"vocabulary mismatch: --policy_path {args.policy_path} and --{flag} {path} have other tokens")
+        if own is not tokenizer:
+            warn_of_own_words(args, flag, own, tokenizer, has_chats)
     engines.use_one_thread(*loaded.values())
     torch.manual_seed(args.seed)  # for a reward model's head that is drawn at random
     if not rewards.reads_token_ids(args, tokenizer):
         return tokenizer, loaded, None
     return tokenizer, loaded, models.load_reward_model(args.reward_model_path, args).to(device).eval()
+
+
+def warn_of_own_words(args, flag, own, tokenizer, has_chats):
+    """Says where opponent or reference have a chat template or end tokens of their own, since the policy's are used.
+
+    Args: own, tokenizer, theirs and the policy's; has_chats, whether a chat template is used at all.
+    """
+    path = getattr(args, flag)
+    kept = ["a chat template"] * (has_chats and own.chat_template not in (None, tokenizer.chat_template))
+    told = "so the KL is from a model that reads a foreign template"
+    if flag == "opponent_path":
+        models.find_ends(own, path, f"--{flag}")
+        others = {*stop_tokens.end_ids(own)} - {*stop_tokens.end_ids(tokenizer)}
+        kept += ["end tokens"] * (args.stop_token == "eos" and bool(others))
+        told = f"so it may answer worse or not end, and the win rate be too high; --policy_path {path} shows it alone"
+    if kept:
+        console.say(f"warning: --{flag} {path}: has {' and '.join(kept)} of its own, but is given the policy's, {told}")
 
 
 # ---- the folder, and what is printed ---------------------------------------------------------------------------------
