@@ -166,6 +166,7 @@ def test_slices_change_nothing(rows, tiny):
 
 # ---- sampling as the policy was trained ------------------------------------------------------------------------------
 PPO = dict(temperature=0.7, response_length=3, stop_token="none", truncate_token=".", truncate_after=2, seed=1)
+SFT, DPO = (dict(temperature=0.7, response_length=3) | {name: "x"} for name in ("base_model", "sft_model_path"))
 SETTINGS = [  # training_args.json, flags, the line
     (PPO, {}, "temperature 0.7, response_length 3, stop_token none, truncate_token ., truncate_after 2, "),
     (PPO, dict(temperature=0.1), "temperature 0.1, response_length 3, stop_token none, truncate_token ., trunc"),
@@ -175,15 +176,45 @@ SETTINGS = [  # training_args.json, flags, the line
         "temperature 0.7, response_length 3, stop_token none, truncate_token none, truncate_after 0, ",
     ),
     ({}, {}, "temperature 1.0, response_length 53, stop_token eos, truncate_token none, truncate_after 0, "),
+    (SFT, {}, "temperature 0.7, response_length 3, stop_token eos, "),
+    (SFT, dict(temperature=0.1), "temperature 0.1, response_length 3, stop_token eos, "),
+    (DPO, {}, "temperature 1.0, response_length 3, stop_token eos, "),
+    (DPO, dict(temperature=0.1), "temperature 0.1, response_length 3, stop_token eos, "),
 ]
+SOURCES = {  # what the line says of values that no flag gives
+    "temperature": "as it was trained",
+    "base_model": "as its training sampled for ROUGE-L",
+    "sft_model_path": "DPO's loss is at temperature 1, and it did not use this response_length",
+    "": "no training_args.json was found with it",
+}
 
 
 @pytest.mark.parametrize("file, flags, line", SETTINGS)
 def test_each_setting_is_the_flags_or_the_files_or_the_fallback(rows, tiny, capsys, file, flags, line):
     shutil.copytree(tiny / "policy", "trained")
     Path("trained/training_args.json").write_text(json.dumps(file))
-    evaluate_tiny(tiny, policy_path="trained", response_length=None, judge="none", **flags)
-    assert f"sampling: {line}" in capsys.readouterr().out
+    for length in (None, 3):
+        options = dict(policy_path="trained", response_length=length, judge="none", overwrite=True)
+        metrics, _ = evaluate_tiny(tiny, **options, **flags)
+        out = capsys.readouterr().out
+        assert f"sampling: {line}" in out or length
+        source = next(text for name, text in reversed(SOURCES.items()) if (name in file if name else not file))
+        assert f"(flags, and else {source})" in out
+        # Training or a flag has chosen the others.
+        share, limit = 1 - metrics["policy"].get("ended", {"value": 1})["value"], line.split(", ")[1].split()[1]
+        words = f"{share:.0%} of the responses were cut at {limit} tokens, a limit that its training did not set; give"
+        assert (words in out) == (length is None and "stop_token" not in file and share > 0.5)
+
+
+def test_the_kl_of_a_dpo_policy_is_at_the_temperature_of_its_samples(rows, tiny):
+    """Its training_args.json has that of the embedded task's comparisons."""
+    shutil.copytree(tiny / "policy", "trained")
+    Path("trained/training_args.json").write_text(json.dumps(DPO | dict(temperature=0.1)))
+    options = dict(ref_model_path=str(tiny / "teacher"), judge="none", overwrite=True)
+    paths = str(tiny / "policy"), "trained"
+    for temperature in (None, 0.7):
+        found = [evaluate_tiny(tiny, policy_path=x, temperature=temperature, **options)[0]["policy"] for x in paths]
+        assert found[0]["kl"] == found[1]["kl"]
 
 
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"

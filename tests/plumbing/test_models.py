@@ -11,7 +11,7 @@ from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import GenerationConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from rlhf_details import toy, train_rloo
+from rlhf_details import toy, train_distill, train_dpo, train_rloo, train_sft
 from rlhf_details.plumbing.inputs import data, models, stop_tokens, token_ids
 from rlhf_details.plumbing.machine import rewards
 from rlhf_details.plumbing.outputs import model_folder
@@ -120,7 +120,7 @@ def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed
 # ---- saving ----------------------------------------------------------------------------------------------------------
 def save(folder, model=None, tokenizer=None, page=train_rloo, **flags):
     """Saves a model, or a random one, as a run of the name "run" does; returns the arguments."""
-    args = page.Args(output_dir=folder, **{"sft_model_path": "x"} | flags)
+    args = page.Args(output_dir=folder, **flags)
     model, tokenizer = model or GPTNeoXForCausalLM(tiny_config()), tokenizer or toy.tokenizer()
     seen, beside = model_folder.listing(args), model_folder.save_weights(args, model, tokenizer, "run")
     model_folder.save_words(args, tokenizer, "", beside)
@@ -143,12 +143,15 @@ def test_a_saved_model_replaces_the_old_folder_whole_and_a_save_that_fails_loses
     assert contents() == before
 
 
-def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp):
-    """It samples at the run's temperature, without the top_k of the published model at the start, and it stops."""
+@pytest.mark.parametrize("page, temperature", [(train_rloo, 0.7), (train_distill, 0.7), (train_sft, 1), (train_dpo, 1)])
+def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp, page, temperature):
+    """It samples at the temperature of its log-probs in training, which is the run's where that sampled, without the
+    top_k of the published model at the start, and it stops."""
     model, tokenizer = GPTNeoXForCausalLM(tiny_config()), toy.tokenizer()
     model.generation_config.update(temperature=0.9, top_k=3, do_sample=False)
     tokenizer.generation_eos = [7]  # as a chat template's end of a turn
-    save("model", model, tokenizer), save("model", model, tokenizer)
+    flags = dict(page=page, temperature=0.7)
+    save("model", model, tokenizer, **flags), save("model", model, tokenizer, **flags)
     found = GenerationConfig.from_pretrained("model")
-    assert (found.do_sample, found.top_k, found.temperature) == (True, 0, train_rloo.Args.temperature)
+    assert (found.do_sample, found.top_k, found.temperature) == (True, 0, temperature)
     assert found.eos_token_id == [tokenizer.eos_token_id, 7]

@@ -61,6 +61,10 @@ def as_trained(args):
     if not (values["env_fn"] or values["tools"]):
         values |= dict.fromkeys(TURNS)
     source = "as it was trained" if trained else "no training_args.json was found with it"
+    if "base_model" in trained:
+        source = "as its training sampled for ROUGE-L"
+    elif is_dpos(trained):
+        source = "DPO's loss is at temperature 1, and it did not use this response_length"
     named = ", ".join(f"{name} {x}" for name, x in values.items() if x is not None)
     console.say(f"sampling: {named} (flags, and else {source})")
     day = args.template_date or trained.get("template_date") or str(date.today())
@@ -79,7 +83,15 @@ def training_args(path):
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,  # Without a network the rest may be in the cache.
         )
-    return console.read_json(Path(file), "--policy_path") if file else {}
+    trained = console.read_json(Path(file), "--policy_path") if file else {}
+    if is_dpos(trained):  # Its temperature is that of the embedded task's comparisons, and its loss is at 1.
+        trained.pop("temperature", None)
+    return trained
+
+
+def is_dpos(trained):
+    """Whether the flags of a training are those of DPO, the one that starts from a policy and samples nothing."""
+    return "sft_model_path" in trained and "stop_token" not in trained
 
 
 def check(given, args):
@@ -195,7 +207,7 @@ def report(args, given, metrics, table, accelerator):
     samples = pandas.DataFrame(table)
     summary = settings(given, args) | engines.about(accelerator)
     summary["versions"]["python"] = platform.python_version()
-    summary |= {"num_examples": len(samples), "metrics": metrics, "warnings": doubts(args)}
+    summary |= {"num_examples": len(samples), "metrics": metrics, "warnings": doubts(args, given, metrics)}
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "samples.csv", samples.to_csv(index=False))
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=1))
@@ -232,8 +244,11 @@ def win_rate_line(metrics):
     return f"{w['value']:.2%}  ({interval}: {counts}, mean length {ours} against {theirs} tokens, ended {ended})"
 
 
-def doubts(args):
-    """[a line] where training's own judge says who wins, else []."""
+def doubts(args, given, metrics):
+    """Lines where training's own judge says who wins, and where most responses were cut at a length that nobody chose.
+
+    Args: those of `report`.
+    """
     trained = training_args(args.policy_path)
     judges = {"reward_model": [args.reward_model_path], "reward_fn": [args.reward_model_path, *args.reward_fn]}
     # A run with a teacher has only logged its functions.
@@ -241,4 +256,10 @@ def doubts(args):
     optimised = {trained.get("reward_model_path"), *functions} - {None}
     judges = [x for x in judges.get(args.judge, ()) if x in optimised]
     what = f"{' and '.join(judges)} says who wins, which is what training optimised"
-    return [f"{what}, so this win rate cannot show over-optimisation"] if judges else []
+    lines = [f"{what}, so this win rate cannot show over-optimisation"] if judges else []
+    ended = metrics["policy"].get("ended", {"value": 1.0})["value"]
+    # A training with a stop token has sampled with this length.
+    if ended < 0.5 and given.response_length is None and "stop_token" not in trained:
+        length = f"{1 - ended:.0%} of the responses were cut at {args.response_length} tokens"
+        lines.append(f"{length}, a limit that its training did not set; give a larger --response_length")
+    return lines
