@@ -66,8 +66,8 @@ class Args(flags.RewardArgs):  # rewards and sampler stand in plumbing/inputs/fl
     num_examples: int | None = None
     """use only the first so many prompts; None: all"""
     prompt_template: str | None = None
-    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: column `prompt`, or
-    else the messages"""
+    """the prompt with the row's columns in their places: "Question: {question}\\nAnswer:"; None: as the policy was
+    trained, or column `prompt`, or else the messages"""
     completion_template: str | None = None
     """the completion that is compared with, made of columns in the same way; None: the column `completion`"""
     chat_template_kwargs: str | None = None
@@ -350,7 +350,7 @@ def main(args: Args):
 
     # ---- prompts, models, rewards
     rows = data.read(args, "dataset", "prompts", "test", with_answers=use_references)[: args.num_examples]
-    tokenizer, loaded, reward_model = evaluation.load_models(args, device)
+    tokenizer, loaded, reward_model = evaluation.load_models(args, device, rows)
     reward_model = Reward(reward_model) if reward_model else None
     stop_ids = stop_tokens.stop_ids(tokenizer, args.stop_token, "--stop_token", device)
     end_ids = stop_tokens.stop_ids(tokenizer, args.truncate_token, "--truncate_token", device)

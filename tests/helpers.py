@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,14 @@ def fake_hub(monkeypatch):
 
 # ---- other processes -------------------------------------------------------------------------------------------------
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def put_into_cache(name, folder, revision="main"):
+    """Makes a folder a revision of a repository that has been downloaded."""
+    kept = Path(huggingface_hub.constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    shutil.copytree(folder, kept / "snapshots" / revision)
+    (kept / "refs").mkdir(exist_ok=True)
+    (kept / "refs" / revision).write_text(revision)
 
 
 def launch(script, flags, processes=1, cwd=None, **env):

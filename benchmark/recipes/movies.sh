@@ -91,5 +91,6 @@ for policy in rloo ppo dpo; do
         --opponent_path "$OUT/sft" \
         --ref_model_path "$OUT/sft" \
         --reward_model_path "$OUT/reward" \
-        --judge reward_model
+        --judge reward_model \
+        --temperature 0.7
 done

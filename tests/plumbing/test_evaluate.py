@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import ppo_args, save_pair, swap_words
+from helpers import edit_json, ppo_args, put_into_cache, rloo_args, save_pair, swap_words
+from huggingface_hub import constants
 from short_runs import contents, write_rows
 
-from rlhf_details import evaluate, toy, train_ppo
+from rlhf_details import evaluate, toy, train_ppo, train_rloo
 from rlhf_details.plumbing.inputs import token_ids, user_code
+from rlhf_details.plumbing.outputs import evaluation
 
 
 def evaluate_tiny(tiny, **changes):
@@ -164,6 +166,7 @@ def test_slices_change_nothing(rows, tiny):
 
 # ---- sampling as the policy was trained ------------------------------------------------------------------------------
 PPO = dict(temperature=0.7, response_length=3, stop_token="none", truncate_token=".", truncate_after=2, seed=1)
+SFT, DPO = (dict(temperature=0.7, response_length=3) | {name: "x"} for name in ("base_model", "sft_model_path"))
 SETTINGS = [  # training_args.json, flags, the line
     (PPO, {}, "temperature 0.7, response_length 3, stop_token none, truncate_token ., truncate_after 2, "),
     (PPO, dict(temperature=0.1), "temperature 0.1, response_length 3, stop_token none, truncate_token ., trunc"),
@@ -173,15 +176,100 @@ SETTINGS = [  # training_args.json, flags, the line
         "temperature 0.7, response_length 3, stop_token none, truncate_token none, truncate_after 0, ",
     ),
     ({}, {}, "temperature 1.0, response_length 53, stop_token eos, truncate_token none, truncate_after 0, "),
+    (SFT, {}, "temperature 0.7, response_length 3, stop_token eos, "),
+    (SFT, dict(temperature=0.1), "temperature 0.1, response_length 3, stop_token eos, "),
+    (DPO, {}, "temperature 1.0, response_length 3, stop_token eos, "),
+    (DPO, dict(temperature=0.1), "temperature 0.1, response_length 3, stop_token eos, "),
 ]
+SOURCES = {  # what the line says of values that no flag gives
+    "temperature": "as it was trained",
+    "base_model": "as its training sampled for ROUGE-L",
+    "sft_model_path": "DPO's loss is at temperature 1, and it did not use this response_length",
+    "": "no training_args.json was found with it",
+}
 
 
 @pytest.mark.parametrize("file, flags, line", SETTINGS)
 def test_each_setting_is_the_flags_or_the_files_or_the_fallback(rows, tiny, capsys, file, flags, line):
     shutil.copytree(tiny / "policy", "trained")
     Path("trained/training_args.json").write_text(json.dumps(file))
-    evaluate_tiny(tiny, policy_path="trained", response_length=None, judge="none", **flags)
-    assert f"sampling: {line}" in capsys.readouterr().out
+    for length in (None, 3):
+        options = dict(policy_path="trained", response_length=length, judge="none", overwrite=True)
+        metrics, _ = evaluate_tiny(tiny, **options, **flags)
+        out = capsys.readouterr().out
+        assert f"sampling: {line}" in out or length
+        source = next(text for name, text in reversed(SOURCES.items()) if (name in file if name else not file))
+        assert f"(flags, and else {source})" in out
+        # Training or a flag has chosen the others.
+        share, limit = 1 - metrics["policy"].get("ended", {"value": 1})["value"], line.split(", ")[1].split()[1]
+        words = f"{share:.0%} of the responses were cut at {limit} tokens, a limit that its training did not set; give"
+        assert (words in out) == (length is None and "stop_token" not in file and share > 0.5)
+
+
+def test_the_kl_of_a_dpo_policy_is_at_the_temperature_of_its_samples(rows, tiny):
+    """Its training_args.json has that of the embedded task's comparisons."""
+    shutil.copytree(tiny / "policy", "trained")
+    Path("trained/training_args.json").write_text(json.dumps(DPO | dict(temperature=0.1)))
+    options = dict(ref_model_path=str(tiny / "teacher"), judge="none", overwrite=True)
+    paths = str(tiny / "policy"), "trained"
+    for temperature in (None, 0.7):
+        found = [evaluate_tiny(tiny, policy_path=x, temperature=temperature, **options)[0]["policy"] for x in paths]
+        assert found[0]["kl"] == found[1]["kl"]
+
+
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+A_TEMPLATE, OTHERS, CHATS = "a chat template", "end tokens", [{"prompt": [{"role": "user", "content": "soup"}]}]
+
+
+@pytest.mark.parametrize(
+    "flag, template, ends, stop_token, rows, words",
+    [
+        ("opponent_path", BARE, [1, 5], "eos", CHATS, f"{A_TEMPLATE} and {OTHERS}"),
+        ("opponent_path", BARE, [1], "eos", CHATS, A_TEMPLATE),
+        ("opponent_path", BARE, [1], "eos", [{"prompt": "soup"}], None),
+        ("opponent_path", None, [5], "eos", [{"prompt": "soup"}], OTHERS),
+        ("opponent_path", None, [5], ".", [{"prompt": "soup"}], None),
+        ("opponent_path", None, [1], "eos", CHATS, None),
+        ("ref_model_path", BARE, [1, 5], "eos", CHATS, A_TEMPLATE),
+        ("ref_model_path", None, [1, 5], "eos", CHATS, None),
+    ],
+)
+def test_a_line_warns_of_an_opponents_own_template_and_ends(
+    tiny, in_tmp, capsys, flag, template, ends, stop_token, rows, words
+):
+    shutil.copytree(tiny / "policy", "other")
+    tokenizer = toy.tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("other")
+    Path("other/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    args = evaluate.Args(policy_path=str(tiny / "policy"), stop_token=stop_token, **{flag: "other"})
+    evaluation.load_models(args, "cpu", rows)
+    out = capsys.readouterr().out
+    assert (f"warning: --{flag} other: has {words} of its own, but is given the policy's, so" in out) == bool(words)
+    assert ("of its own" in out) == bool(words)
+
+
+@pytest.mark.parametrize("place", ["trained", "trained/adapter", "org/policy", "org/policy@v1"])
+def test_a_policy_is_sampled_as_it_was_trained_wherever_its_folder_is(rows, tiny, function, monkeypatch, capsys, place):
+    """Its prompts, too, have the template of its training. Code that a repository names does not run."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
+    flags = dict(dataset="rows.jsonl", prompt_template="the {prompt} .", response_length=5, temperature=0.5)
+    train_rloo.main(rloo_args(tiny, **flags, total_episodes=16, lora_rank=2, output_dir="trained"))
+    if "org" in place:
+        edit_json("trained/training_args.json", tools=["os:system"], env_fn="os:system")
+        put_into_cache("org/policy", "trained", *place.split("@")[1:])
+    options = function("seen.extend(prompts); return [1.0] * len(prompts)")
+    options |= dict(policy_path=place, response_length=None, judge="none", reward_model_path=None)
+    for template, text in ((None, "the {} ."), ("{prompt}", "{}")):
+        evaluate_tiny(tiny, **options, prompt_template=template, overwrite=True)
+        out = capsys.readouterr().out
+        assert "sampling: temperature 0.5, response_length 5, stop_token eos, " in out and "as it was trained" in out
+        seen = user_code.load_module(str(Path("mine.py").resolve())).seen
+        assert seen[-13:] == [text.format(row["prompt"]) for row in rows]
+        for flag, code in (("env_fn", "os:system"), ("tools", "['os:system']")):
+            line = f"warning: --policy_path {place}: was trained with --{flag} {code}; give the flag"
+            assert (line in out) == ("org" in place)
 
 
 # ---- mistakes, and the output folder ---------------------------------------------------------------------------------

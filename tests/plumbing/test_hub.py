@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ENVIRONMENT, fake_hub, read_metrics, run_rloo, without_times
+from helpers import ENVIRONMENT, fake_hub, put_into_cache, read_metrics, run_rloo, without_times
 from huggingface_hub import constants
 from short_runs import CASES, arguments, start
 
@@ -28,14 +27,6 @@ def server(monkeypatch):
 def offline_hub(monkeypatch):
     """Repositories are read from a cache in the test's folder."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
-
-
-def put_into_cache(name, folder, revision="main"):
-    """Makes a folder a revision of a repository that has been downloaded."""
-    kept = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
-    shutil.copytree(folder, kept / "snapshots" / revision)
-    (kept / "refs").mkdir(exist_ok=True)
-    (kept / "refs" / revision).write_text(revision)
 
 
 # ---- models of the Hub -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import LM_HUMAN_PREFERENCES, rloo_args, run_page
+from helpers import LM_HUMAN_PREFERENCES, page_args, rloo_args, run_page
 from short_runs import start, write_rows
 
 from rlhf_details import evaluate, toy, train_rloo
@@ -84,6 +84,16 @@ def test_the_command_at_the_end_of_a_run_does_run(tiny, in_tmp, capsys):
     assert args.opponent_path == str(tiny / "policy") and {"rewards/f", "rewards/reward_model"} <= policy.keys()
     assert args.reward_fn_weights == (-0.5,) and args.reward_fn_format == "messages"
     assert "temperature 0.7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dataset", ["rows.jsonl", "toy:test"])
+def test_after_distillation_from_a_teacher_that_reads_more_that_command_measures_no_kl(tiny, in_tmp, dataset):
+    """evaluate.py would give the teacher the student's prompt. Neither does the embedded task's reference come in."""
+    rows = write_rows("rows.jsonl", toy.rows("prompts", "test")[:4])
+    options = dict(dataset=rows, eval_dataset=dataset, teacher_model_path=str(tiny / "teacher"), output_dir="model")
+    for template, expected in ((None, str(tiny / "teacher")), ("the {prompt} .", None)):
+        args = page_args("train_distill", tiny, **options, teacher_prompt_template=template)
+        assert evaluate_args(verdict.evaluate_lines(args)).ref_model_path == expected
 
 
 def test_after_distillation_that_command_takes_the_kl_from_the_teacher(tiny, ragged, in_tmp, capsys):

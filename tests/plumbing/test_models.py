@@ -11,8 +11,8 @@ from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
 from short_runs import contents
 from transformers import GenerationConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from rlhf_details import toy, train_rloo
-from rlhf_details.plumbing.inputs import models, stop_tokens
+from rlhf_details import toy, train_distill, train_dpo, train_rloo, train_sft
+from rlhf_details.plumbing.inputs import data, models, stop_tokens, token_ids
 from rlhf_details.plumbing.machine import rewards
 from rlhf_details.plumbing.outputs import model_folder
 
@@ -26,6 +26,24 @@ def test_what_ends_a_turn_is_found_in_generation_config(in_tmp, ends, expected):
     if ends:
         Path("policy/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     assert stop_tokens.end_ids(models.load_tokenizer("policy", "--sft_model_path", FLAGS)) == expected
+
+
+@pytest.mark.parametrize(
+    "stop_token, text",
+    [("eos", " soup . <end>"), (".", " soup . <end>"), ("soup", " soup . <end>"), ("<end>", " soup .")],
+)
+def test_readers_of_a_saved_policys_texts_see_the_ends_that_are_words(in_tmp, stop_token, text):
+    """The rewards of the run with --stop_token have seen them, and its model names them as ends."""
+    model, tokenizer = GPTNeoXForCausalLM(tiny_config(vocab_size=len(toy.tokenizer()) + 1)), toy.tokenizer()
+    tokenizer.add_tokens("<end>")
+    save("model", model, tokenizer, stop_token=stop_token)
+    tokenizer = models.load_tokenizer("model", "--sft_model_path", FLAGS)
+    assert {*stop_tokens.stop_ids(tokenizer, stop_token, "--stop_token").tolist()} <= {*stop_tokens.end_ids(tokenizer)}
+    ids = tokenizer.convert_tokens_to_ids(["soup", ".", "<end>", "<eos>"])
+    responses, mask = torch.tensor([ids]), torch.ones(1, 4).bool()
+    assert token_ids.decode(tokenizer, responses, mask) == [text]  # for rewards, judges and environments
+    assert token_ids.decode_turns(tokenizer, responses, mask, mask) == [text]  # for evaluate.py and tables of samples
+    assert data.as_text(tokenizer, ids) == text  # of a prompt that is token ids
 
 
 def without_unknown_token():
@@ -100,9 +118,9 @@ def test_model_5_a_reward_model_without_a_trained_head_is_refused_unless_allowed
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
-def save(folder, model=None, tokenizer=None):
+def save(folder, model=None, tokenizer=None, page=train_rloo, **flags):
     """Saves a model, or a random one, as a run of the name "run" does; returns the arguments."""
-    args = train_rloo.Args(output_dir=folder, sft_model_path="x")
+    args = page.Args(output_dir=folder, **flags)
     model, tokenizer = model or GPTNeoXForCausalLM(tiny_config()), tokenizer or toy.tokenizer()
     seen, beside = model_folder.listing(args), model_folder.save_weights(args, model, tokenizer, "run")
     model_folder.save_words(args, tokenizer, "", beside)
@@ -125,12 +143,15 @@ def test_a_saved_model_replaces_the_old_folder_whole_and_a_save_that_fails_loses
     assert contents() == before
 
 
-def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp):
-    """It samples at the run's temperature, without the top_k of the published model at the start, and it stops."""
+@pytest.mark.parametrize("page, temperature", [(train_rloo, 0.7), (train_distill, 0.7), (train_sft, 1), (train_dpo, 1)])
+def test_a_saved_model_generates_by_itself_as_it_was_trained(in_tmp, page, temperature):
+    """It samples at the temperature of its log-probs in training, which is the run's where that sampled, without the
+    top_k of the published model at the start, and it stops."""
     model, tokenizer = GPTNeoXForCausalLM(tiny_config()), toy.tokenizer()
     model.generation_config.update(temperature=0.9, top_k=3, do_sample=False)
     tokenizer.generation_eos = [7]  # as a chat template's end of a turn
-    save("model", model, tokenizer), save("model", model, tokenizer)
+    flags = dict(page=page, temperature=0.7)
+    save("model", model, tokenizer, **flags), save("model", model, tokenizer, **flags)
     found = GenerationConfig.from_pretrained("model")
-    assert (found.do_sample, found.top_k, found.temperature) == (True, 0, train_rloo.Args.temperature)
+    assert (found.do_sample, found.top_k, found.temperature) == (True, 0, temperature)
     assert found.eos_token_id == [tokenizer.eos_token_id, 7]

@@ -43,14 +43,19 @@ def load_tokenizer(path, flag, args):
     tokenizer = find_tokenizer(path, flag, args)
     if tokenizer is None or tokenizer.eos_token_id is None:
         console.fail(f"{flag} {path}: has no {'tokenizer' if tokenizer is None else 'EOS token'}")
+    find_ends(tokenizer, path, flag)
+    return tokenizer
+
+
+def find_ends(tokenizer, path, flag):
+    """Gives a tokenizer the end tokens of its model's generation_config, for stop_tokens.end_ids."""
     name, revision = console.split(base_of(path, flag) or path)
-    tokenizer.generation_eos = []  # for stop_tokens.end_ids
+    tokenizer.generation_eos = []
     with console.reading(flag, path):
         if has_file(name, "generation_config.json", revision):  # Many models have none.
             ends = transformers.GenerationConfig.from_pretrained(name, revision=revision).eos_token_id
             ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
             tokenizer.generation_eos = [i for i in map(operator.index, ends) if 0 <= i < chat.vocabulary(tokenizer)]
-    return tokenizer
 
 
 def find_tokenizer(path, flag, args):

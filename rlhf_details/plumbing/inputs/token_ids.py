@@ -164,9 +164,11 @@ def decode_turns(tokenizer, responses, mask, action_mask):
 def decode_all(tokenizer, rows):
     """The texts of lists of token ids, without the tokens that end a response, padding, BOS and the unknown token.
 
-    All else is read by rewards, judges and people, because <think> may be a special token as well.
+    All else is read by rewards, judges and people, because <think> may be a special token as well. An end that is an
+    ordinary word, such as the "." of --stop_token, is part of the text.
     """
-    silent = {*stop_tokens.end_ids(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    ends = {i for i in stop_tokens.end_ids(tokenizer) if i in tokenizer.added_tokens_decoder}
+    silent = ends | {getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad", "bos", "unk")}
     return [tokenizer.decode([i for i in ids if i not in silent]) for ids in rows]
 
 

@@ -50,11 +50,12 @@ def save_weights(args, model, tokenizer, name):
             own = [] if stop_token == "eos" else stop_tokens.stop_ids(tokenizer, stop_token, "--stop_token").tolist()
             ends = list(dict.fromkeys([*stop_tokens.end_ids(tokenizer), *own]))
             # The library's own defaults for what is not given here are a temperature of 1 and the 50 likeliest tokens.
+            # The losses of SFT and DPO, which have no stop token, are at 1 whatever their --temperature.
             model.generation_config = transformers.GenerationConfig(
                 eos_token_id=ends,
                 pad_token_id=tokenizer.pad_token_id,
                 do_sample=True,
-                temperature=getattr(args, "temperature", 1.0),
+                temperature=args.temperature if hasattr(args, "stop_token") else 1.0,
                 top_k=0,
             )
         model.save_pretrained(partial)
@@ -63,10 +64,10 @@ def save_weights(args, model, tokenizer, name):
 
 def save_words(args, tokenizer, card, folder):
     """Writes what belongs to the weights: the tokenizer, training_args.json, and the model card, of which this is the
-    text. The adapters have the tokenizer as well, so that they can be loaded by themselves."""
+    text. The adapters have the first two as well, so that they can be loaded and evaluated by themselves."""
     for place in filter(Path.exists, (folder, folder / "adapter")):
         tokenizer.save_pretrained(place)
-    (folder / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        (place / "training_args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

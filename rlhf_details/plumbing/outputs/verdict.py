@@ -114,6 +114,8 @@ def evaluate_lines(args):
     }
     names = "prompt_template", "reward_model_path", "reward_fn", "reward_fn_weights"
     given |= {name: getattr(args, name) for name in names if getattr(args, name, None)}
+    if getattr(args, "teacher_prompt_template", None):  # evaluate.py would let the teacher read the student's prompt.
+        given["ref_model_path"] = None
     if dataset.startswith("toy:") and getattr(args, "reward_model_path", start) is None:
         given["reward_model_path"] = None  # not the one of evaluate.py's starting values
     if given.get("reward_fn") and args.reward_fn_format != "text":
