@@ -4,13 +4,14 @@ Runs commands over seeds, on several workers or under SLURM, and keeps their cur
     python benchmark/benchmark.py --exp rloo --command "python rlhf_details/train_rloo.py" --seeds 1 2 3 4 5 --workers 2
 
 Each run has a folder of its own, runs/benchmark/<commit>/<study>/<exp>_s<seed>/, in which the command is started, with
---seed, --run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. The columns asked for go to
+--seed, --run_name and --overwrite added; `{seed}` and `{root}` in the command are replaced. Its numbers go to
 benchmark/results/<study>/runs.csv, where each row names its commit, and env.json beside it says of each commit with
 what its runs were made. What is there is skipped, what failed is reported at the end (exit code 1) and tried again by
 the same command. The commit is git's `describe`, with -dirty where the tree is, or what --tag says.
 """
 
 import csv
+import glob
 import hashlib
 import json
 import math
@@ -29,7 +30,7 @@ import tyro
 from intervals import experiments, write_runs
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = (
+COLUMNS = (  # that the studies keep
     "update episode objective/scores objective/gold objective/kl objective/rlhf_reward policy/entropy_avg "
     "policy/approxkl_avg policy/clipfrac_avg val/sequence_lengths val/num_stop_token_ids loss/policy_avg "
     "loss/value_avg eval/objective/scores eval/objective/gold eval/objective/kl eval/objective/parses "
@@ -59,8 +60,8 @@ class StudyArgs:
     """runs at a time"""
     threads: int = 1
     """CPU threads a run (OMP_NUM_THREADS)"""
-    columns: tuple[str, ...] = tuple(COLUMNS)
-    """metrics to keep, those that the run has"""
+    columns: tuple[str, ...] = ()
+    """metrics to keep, those that the run has; none: all numbers"""
     every: int = 1
     """keep every so manyth row, and the last"""
 
@@ -135,7 +136,10 @@ def environment():
 
 
 def table(rows, columns, every=1):
-    """[header, row, ...] of a run's metrics, in five digits: its columns, every so manyth row, and the last one."""
+    """[header, row, ...] of a run's metrics, in five digits: its columns (none: all numbers), every so manyth row, and
+    the last one.
+    """
+    columns = columns or dict.fromkeys(name for row in rows for name, x in row.items() if isinstance(x, int | float))
     kept = [name for name in columns if any(name in row for row in rows)]
     rows = [row for i, row in enumerate(rows) if i % every == 0 or i + 1 == len(rows)]
 
@@ -200,19 +204,25 @@ def write_slurm(args, number):
     words = ["--command", *args.command, "--exp", *args.exp, "--seeds", *map(str, args.seeds)]
     words += ["--threads", str(args.threads)]
     (ROOT / "runs" / "benchmark").mkdir(parents=True, exist_ok=True)  # where the output goes
-    words += ["--tag", args.tag or git_tag(), "--columns", *args.columns, "--every", str(args.every)]
-    words += ["--study", args.study]
+    words += ["--tag", args.tag or git_tag(), "--study", args.study, *keeping(args)]
     values = dict(exp=args.exp[0], last=number - 1, cpus=args.threads, root=ROOT, python=sys.executable)
     Path(args.slurm).write_text(SLURM.format(**values, arguments=shlex.join(words)))
 
 
+def keeping(args):
+    """The flags that say which of its numbers a run leaves; none for all of them."""
+    return ["--columns", *args.columns] * bool(args.columns) + ["--every", str(args.every)] * (args.every > 1)
+
+
 def main(args: Args):
     """Returns the names of the runs that failed."""
-    if len(args.command) != len(args.exp):
-        fail(f"--exp: {len(args.exp)} names of {len(args.command)} commands")
+    if not len(args.command) == len(args.exp) == len(set(args.exp)):
+        fail(f"--exp: {len(args.exp)} names of {len(args.command)} commands; each needs a name of its own")
     tag = args.tag or git_tag()
     pairs = list(zip(args.exp, args.command, strict=True))
     runs = [Run(exp, command, seed, tag, args.study) for seed in args.seeds for exp, command in pairs]
+    for run in runs if keeping(args) else ():
+        run.recipe += f"   # {shlex.join(keeping(args))}"
     if args.slurm:
         return write_slurm(args, len(runs))
     is_task = args.only is not None
@@ -232,10 +242,11 @@ def run_command(commands):
     return int(bool(function(args)))
 
 
-def note(runs, tag):
-    """Adds to the env.json beside the results with what the runs that follow are made, and their commands.
+def note(runs, todo, tag):
+    """Adds to the env.json beside the results with what the runs in `todo` are made, and their commands.
 
     Ends with exit code 2 where results of the same name are there that other scripts or another command have made.
+    Args: runs, those in `todo` and those that are done.
     """
     path = runs[0].results / "env.json"
     every = json.loads(path.read_text()) if path.exists() else {}
@@ -244,11 +255,15 @@ def note(runs, tag):
     if others:
         scripts = f"other scripts ({others[0]}, these are {made['code']})"
         fail(f"--tag {tag}: its results were made by {scripts}; give another tag")
-    commands = {run.key[0]: run.recipe for run in runs}
+    commands, known = {run.key[0]: run.recipe for run in runs}, experiments(path.parent, tag)
     for exp, command in commands.items():
-        if about["commands"].get(exp, command) != command:
-            where = path.parent.relative_to(ROOT)
-            fail(f"{exp}: there are results of another command in {where}; remove them, or give another tag")
+        # What array jobs have left is in no runs.csv yet.
+        is_there = exp in known or any(runs[0].folder.parent.glob(f"{glob.escape(exp)}_s[0-9]*/result.csv"))
+        if is_there and about["commands"].get(exp, command) != command:
+            what = f"{path.parent.relative_to(ROOT)} has results of another command at {tag}"
+            fail(f"--exp {exp}: {what}; give another --exp, or delete its rows in runs.csv")
+    if not todo:
+        return
     about["environments"] += [made] * (made not in about["environments"])
     about["commands"] |= commands
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -281,8 +296,8 @@ def run_all(runs, args, tag, is_task=False):
     todo = [run for run in runs if not run.is_done()]
     state = f"{len(runs) - len(todo)} done, {len(todo)} to do, {args.workers} at a time"
     print(f"{tag}: {len(runs)} runs, {state}", flush=True)
-    if kept := [run for run in runs if run.kept and run in todo]:
-        note(kept, tag)
+    if kept := [run for run in runs if run.kept]:
+        note(kept, [run for run in kept if run in todo], tag)
     failed, started = [], time.time()
     try:
         with ThreadPoolExecutor(args.workers) as pool:

@@ -71,13 +71,18 @@ def by_commit(folder):
     return arrays(path, (about.st_mtime_ns, about.st_size))
 
 
+def fullest(commits):
+    """The commit with most seeds, the first of equals."""
+    return max(commits, key=lambda commit: len(commits[commit]))
+
+
 def experiments(folder, commit=None):
     """{run: {seed: {column: array [rows]}}} of a study's folder. commit: those runs alone; None: of each run those of
-    the commit with most seeds, the first of equals.
+    its `fullest` commit.
     """
     found = {}
     for run, commits in by_commit(folder).items():
-        seeds = commits.get(commit, {}) if commit else max(commits.values(), key=len)
+        seeds = commits.get(commit or fullest(commits), {})
         found |= {run: seeds} if seeds else {}
     return found
 

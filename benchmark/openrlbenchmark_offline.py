@@ -58,6 +58,8 @@ def read_experiment(name):
     if not found:
         fail(f"{name}: no such experiment in {path}")
     commit = max(found, key=lambda commit: len(found[commit]))  # the first of equals
+    if len(found) > 1:
+        print(f"{name}: takes {commit} of several commits; {study}@COMMIT:{exp} takes another")
     words = shlex.split(json.loads(path.with_name("env.json").read_text())[commit]["commands"].get(exp, ""))
     dataset = words[words.index("--dataset") + 1] if "--dataset" in words else "toy"
     of_seed = ((seed, {"exp_name": exp, "dataset": dataset, "seed": int(seed)}) for seed in found[commit])

@@ -26,7 +26,7 @@ try:
     import matplotlib
     import numpy as np
     import tyro
-    from intervals import ROOT, bootstrap, experiments, iqm, last, mean_interval
+    from intervals import ROOT, bootstrap, by_commit, experiments, fullest, iqm, last, mean_interval
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -239,12 +239,20 @@ class SameArgs:
     """experiments; none: all that both folders have"""
 
 
-def found_in(place):
-    """{run: {seed: {column: array}}} of STUDY or STUDY@COMMIT, a folder under benchmark/results/ or a path."""
+def found_in(place, exp):
+    """{run: {seed: {column: array}}} of STUDY or STUDY@COMMIT, a folder under benchmark/results/ or a path. Of the
+    experiments in `exp`, none: of all, it says which commit it takes where there are several.
+    """
     study, _, commit = place.partition("@")
     folders = [path for path in (ROOT / "benchmark" / "results" / study, Path(study)) if path.is_dir()]
     if not folders:
         fail(f"{study}: no folder of that name under benchmark/results/")
+    taken = {}
+    for run, commits in by_commit(folders[0]).items():
+        if not commit and len(commits) > 1 and run in (exp or [run]):
+            taken.setdefault(fullest(commits), []).append(run)
+    for one, runs in taken.items():
+        print(f"{study}: takes {one} of several commits for {' '.join(runs)}; {study}@COMMIT takes another")
     return experiments(folders[0], commit or None)
 
 
@@ -269,7 +277,7 @@ def area(seed, metric):
 
 def curves(args: CurvesArgs):
     """Writes the figure and the table."""
-    every = found_in(args.tag)
+    every = found_in(args.tag, args.exp)
     found = {exp: seeds_of(every, exp, args.tag) for exp in args.exp or every}
     picture, axes = blank(1, len(args.metrics), figsize=(3.4 * len(args.metrics), 2.8), layout="constrained")
     lines = ["| experiment | seeds | metric | at the end | area under the curve |", "|---|---:|---|---:|---:|"]
@@ -304,7 +312,7 @@ def compare(args: CompareArgs):
     95 % (Bonferroni). "different": one lies beyond the margin; "no difference": it lies within `same`; else
     "undecided", which more seeds would settle.
     """
-    a, b = found_in(args.a), found_in(args.b)
+    a, b = found_in(args.a, args.exp), found_in(args.b, args.exp)
     names = args.exp or a or fail(f"{args.a}: no experiments")
     level, verdicts = 1 - 0.05 / (2 * len(args.metrics) * len(names)), {}
     print(
@@ -357,7 +365,7 @@ def agreeing(a, b):
 
 def same(args: SameArgs):
     """Prints a line for each seed of each experiment."""
-    a, b = found_in(args.a), found_in(args.b)
+    a, b = found_in(args.a, args.exp), found_in(args.b, args.exp)
     for exp in args.exp or sorted(a.keys() & b.keys()):
         of_a, of_b = seeds_of(a, exp, args.a), seeds_of(b, exp, args.b)
         for seed in sorted(of_a.keys() & of_b.keys()):

@@ -21,6 +21,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 
@@ -257,7 +258,9 @@ def fake_hub(monkeypatch):
         files.setdefault(name := name if "/" in name else f"someone/{name}", {})
         return SimpleNamespace(repo_id=name)
 
-    def upload_folder(repo_id, folder_path, **options):
+    def upload_folder(repo_id, folder_path, delete_patterns=(), **options):
+        for old in list(filter_repo_objects(files[repo_id], allow_patterns=delete_patterns)):
+            del files[repo_id][old]
         paths = [path for path in Path(folder_path).rglob("*") if path.is_file()]
         files[repo_id] |= {str(path.relative_to(folder_path)): path.read_bytes() for path in paths}
         return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")

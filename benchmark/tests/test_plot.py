@@ -21,8 +21,8 @@ def test_a_picture_of_a_run_and_of_one_that_goes_on(in_tmp):
 
 
 # ---- curves of several seeds, and their comparison -------------------------------------------------------------------
-def write(folder, exp, seed, columns):
-    intervals.write_runs(folder, {(exp, "v1", seed): [list(columns), *zip(*columns.values(), strict=True)]})
+def write(folder, exp, seed, columns, commit="v1"):
+    intervals.write_runs(folder, {(exp, commit, seed): [list(columns), *zip(*columns.values(), strict=True)]})
 
 
 def learning(folder, exp, seeds, rise=1.0):
@@ -64,6 +64,21 @@ def test_compare_pairs_equal_seeds_and_refuses_where_there_are_none(tmp_path, ca
     assert compared(capsys, tmp_path / "a", tmp_path / "b")[0] == 0  # There is one, within the margins.
     code, said = compared(capsys, tmp_path / "a", tmp_path / "c")
     assert code == 2 and "two seeds or more that both have" in said
+
+
+def test_of_several_commits_it_says_which_one_it_takes(tmp_path, capsys):
+    for commit, exps in (("v1", "ab"), ("v2", "b")):
+        for exp in exps:
+            write(tmp_path, exp, 1, {"update": range(3)}, commit)
+    for exp, place, line in (
+        ((), "", "takes v1 of several commits for b;"),
+        (("b",), "", "takes v1 of several commits for b;"),
+        (("a",), "", ""),
+        ((), "@v2", ""),
+    ):
+        plot.same(plot.SameArgs(f"{tmp_path}{place}", f"{tmp_path}@v1", exp))
+        said = capsys.readouterr().out
+        assert line in said and said.count("several commits") == bool(line)
 
 
 def test_same_counts_the_updates_before_the_first_that_is_another(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """benchmark.py: runs over seeds, what it keeps, what it skips, and how it goes on."""
 
 import json
+import math
 import shlex
 import subprocess
 
@@ -57,7 +58,7 @@ def test_each_seed_leaves_the_columns_asked_for_and_the_environment(bench):
     assert kept(bench).keys() == {("toy", 1), ("toy", 2), ("toy", 3)}
     assert kept(bench)["toy", 2][:2] == [["update", "objective/scores"], ["1", "2.3333"]]
     environment = json.loads((bench.results / "env.json").read_text())
-    assert environment["v1"]["commands"]["toy"].endswith("--name {seed}")
+    assert environment["v1"]["commands"]["toy"].endswith("--name {seed}   # --columns update objective/scores none")
     (made,) = environment["v1"]["environments"]
     assert made["versions"]["torch"] and made["cores"] > 0 and len(made["code"]) == 12 and made["commit"]
 
@@ -72,18 +73,46 @@ def test_what_is_there_is_skipped_and_what_failed_is_tried_again(bench, tmp_path
     assert kept(bench).keys() == {("toy", 1), ("toy", 2), ("toy", 3), ("more", 1)}
 
 
-def test_results_of_other_scripts_or_of_another_command_are_not_added_to(bench, tmp_path, capsys):
-    assert bench(seeds=(1,)) == []
-    ends(bench, command=(f"python {tmp_path}/train.py --broken none",))
-    assert "results of another command" in capsys.readouterr().err
-    path = bench.results / "env.json"
-    about = json.loads(path.read_text())
-    about["v1"]["environments"][0]["code"] = "0" * 12
-    path.write_text(json.dumps(about))
-    ends(bench)
-    assert "made by other scripts" in capsys.readouterr().err
-    ends(bench, exp=("a", "b"))
-    assert "2 names of 1 commands" in capsys.readouterr().err
+OTHER = ("python {root}/train.py --broken none",)
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)], ids=["all done", "half done"])
+@pytest.mark.parametrize("task", [None, 0], ids=["in runs.csv", "of an array job"])
+@pytest.mark.parametrize("changes", [{"command": OTHER}, {"columns": ("update",)}, {"columns": ()}, {"every": 2}, {}])
+def test_results_of_another_command_or_code_are_neither_taken_for_done_nor_added_to(
+    bench, monkeypatch, capsys, changes, task, seeds
+):
+    assert bench(seeds=(1,), only=task) == []
+    before = {path: path.read_text() for path in bench.results.iterdir()}
+    if not changes:
+        monkeypatch.setattr(benchmark, "code_hash", lambda: "0" * 12)
+    ends(bench, seeds=seeds, **changes)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and ("another command at v1; give" if changes else "made by other scripts") in said
+    assert before == {path: path.read_text() for path in bench.results.iterdir()}
+
+
+def test_another_command_takes_the_name_of_one_that_has_no_rows_and_no_two_have_one(bench, tmp_path, capsys):
+    (tmp_path / "broken").touch()
+    assert bench(seeds=(2,)) == ["toy_s2"]
+    assert bench(seeds=(1, 2), command=OTHER) == [] and kept(bench).keys() == {("toy", 1), ("toy", 2)}
+    (bench.results / "runs.csv").unlink()
+    assert bench(seeds=(1,)) == [] and kept(bench).keys() == {("toy", 1)}
+    for exp, command in ((("a", "b"), OTHER), (("a", "a"), OTHER * 2)):
+        ends(bench, exp=exp, command=command)
+        assert f"2 names of {len(command)} commands" in capsys.readouterr().err
+
+
+def test_without_columns_all_numbers_are_kept(tmp_path):
+    rows = [{"update": 1, "name": "x", "eval/rewards/accuracies": 0.5}, {"update": 2, "train/dpo/loss": math.nan}]
+    found = benchmark.table(rows, ())
+    assert found == [["update", "eval/rewards/accuracies", "train/dpo/loss"], [1, "0.5", ""], [2, "", "nan"]]
+    write_runs(tmp_path, {("other", "v", 1): [["update", "objective/kl"], [1, 2]]})
+    write_runs(tmp_path, {("dpo", "v", 1): found})
+    assert {run: header for (run, *_), (header, *_) in read_tables(tmp_path / "runs.csv").items()} == {
+        "dpo": ["update", "eval/rewards/accuracies", "train/dpo/loss"],
+        "other": ["update", "objective/kl"],
+    }
 
 
 def test_a_task_of_an_array_job_is_one_run_and_all_of_them_are_all_runs(bench, tmp_path, capsys):

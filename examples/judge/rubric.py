@@ -50,7 +50,7 @@ async def ask_all(questions):
         async with places:
             try:
                 return (await judge.ask(client, question, OPTIONS)).rpartition("</think>")[2]
-            except openai.OpenAIError as e:
+            except Exception as e:  # the client's own errors, and replies that are no chat completions
                 console.say(f"the judge failed: {console.in_one_line(e)}")
                 return ""
 

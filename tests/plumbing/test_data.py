@@ -217,6 +217,49 @@ def test_the_forms_of_rows_that_people_bring(in_tmp, row, prompt, answer):
         assert read["rejected"] == "\nno"
 
 
+# UltraFeedback's form, with and without its column `messages`, and answers alone.
+FEEDBACK = {"prompt": "a", "chosen": BOTH, "rejected": [*QUESTION, assistant("c")]}
+READERS = {
+    "SFT": lambda *given, **flags: [ids + answer for ids, answer in demonstrations_of(*given, **flags)],
+    "comparisons": lambda *given, **flags: [ids for answers, _ in comparisons_of(*given, **flags) for ids in answers],
+    "prompts": lambda *given, **flags: [row.ids for row in prompts_of(*given, **flags)[0]],
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    "row, remedy",
+    [
+        (FEEDBACK | {"messages": BOTH}, "{messages}"),
+        (
+            FEEDBACK | {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            "{conversations}",
+        ),
+        (FEEDBACK, "{chosen}"),
+        (FEEDBACK | {"chosen": ANSWER, "rejected": [assistant("c")]}, None),
+        (FEEDBACK | {"prompt": QUESTION}, ""),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ""),
+    ],
+)
+def test_a_line_says_that_a_text_beside_messages_has_no_chat_template_and_what_gives_it_one(
+    in_tmp, capsys, read, row, remedy
+):
+    tokenizer, spec, words = chat_tokenizer(CHATML), write("rows.jsonl", [row]), "read without the chat template; "
+    READERS[read](spec, tokenizer)
+    said = capsys.readouterr().out
+    assert said.count(words) == (remedy != "")
+    if remedy is None:
+        assert "give the prompts as messages" in said
+    elif remedy:
+        assert f'--prompt_template "{remedy}"' in said
+        asked = template_ids(tokenizer, QUESTION, add_generation_prompt=True)
+        assert all(ids[: len(asked)] == asked for ids in READERS[read](spec, tokenizer, prompt_template=remedy))
+    READERS[read](spec, tokenizer, prompt_template="{prompt}")  # The user has said what the prompt is.
+    if isinstance(row["prompt"], str):
+        READERS[read](spec, word_tokenizer())  # without a chat template
+    assert words not in capsys.readouterr().out
+
+
 def test_a_template_puts_in_what_the_columns_hold_and_reads_nothing_in_it(in_tmp):
     row = {"question": "{a} \\n b", "number": 7, "empty": None}  # Another row has a column `rare`.
     for template, text in (

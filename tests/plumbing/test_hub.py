@@ -89,7 +89,7 @@ def test_the_model_and_its_adapters_are_pushed_as_they_are_on_disk(tiny, in_tmp,
     """The adapters alone, as another tool pushes them, are then a policy to start from as well."""
     pytest.importorskip("peft")
     start(tiny, "rloo", push_to_hub=True, lora_rank=2, learning_rate=0.01)
-    sent, out = server.files["someone/model"], Path("model")
+    sent, out = dict(server.files["someone/model"]), Path("model")
     assert "pushed to someone/model" in capsys.readouterr().out
     assert sent == {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {"model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"} <= sent.keys()
@@ -103,12 +103,28 @@ def test_the_model_and_its_adapters_are_pushed_as_they_are_on_disk(tiny, in_tmp,
     torch.testing.assert_close(here.state_dict(), there.state_dict(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("case", ["rloo", "reward-gain"])
+def test_what_an_earlier_run_has_pushed_and_this_one_does_not_write_is_deleted_and_others_files_stay(
+    tiny, in_tmp, server, case
+):
+    old = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    old += ["adapter/adapter_model.safetensors", "adapter/tokenizer.json", "chat_template.jinja"]
+    old += ["generation_config.json", "additional_chat_templates/tools.jinja"]
+    mine = {".gitattributes", "LICENSE", "figures/curves.png", "onnx/model.safetensors", "model.gguf"}
+    server.files["someone/model"] = dict.fromkeys([*old, *mine], b"old")
+    start(tiny, case, push_to_hub=True)
+    sent = {name: x for name, x in server.files["someone/model"].items() if name not in mine}
+    here = Path("model")
+    assert sent == {str(path.relative_to(here)): path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    assert mine <= server.files["someone/model"].keys()
+
+
 def test_a_push_that_fails_loses_nothing_and_says_how_to_repeat_it(tiny, in_tmp, server, capsys):
     server.api.upload_folder.side_effect = OSError("403 You have no write access\nmore")
     start(tiny, "rloo", output_dir="models/my out", push_to_hub=True, hub_model_id="it")
     error = capsys.readouterr().err
     assert "error: --push_to_hub: 403 You have no write access more; " in error
-    assert "hf upload someone/it 'models/my out'" in error
+    assert "hf upload someone/it 'models/my out' --delete 'model.safetensors*'" in error
     assert (Path("models/my out") / "model.safetensors").exists()
 
 

@@ -3,13 +3,16 @@
 import asyncio
 import csv
 import functools
+import importlib
 import json
+import math
 import re
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import ROOT
 from short_runs import contents, write_rows
 
 from rlhf_details import evaluate, toy
@@ -22,7 +25,7 @@ KEY = "sk-secret-0123456789"
 class Server:
     """An endpoint that records all. reply(number of the request, question) -> answer, or a status.
 
-    None in place of an answer is a page of HTML, "gone" no connection, and "a byte a second" no end.
+    None in place of an answer is a page of HTML, "gone" no connection, "a byte a second" no end, and bytes are a body.
     """
 
     def __init__(self, reply):
@@ -39,6 +42,8 @@ class Server:
             await asyncio.sleep(1e6)
         if answer is None:
             return httpx.Response(200, html="<html>hello</html>")
+        if isinstance(answer, bytes):
+            return httpx.Response(200, content=answer, headers={"Content-Type": "application/json"})
         if isinstance(answer, int):
             words = f"Unsupported value: 'temperature' must be 1: {authorization}"
             bad = {"detail": [{"loc": ["body", words]}]} if answer == 422 else {"error": {"message": words}}
@@ -104,6 +109,54 @@ def test_unparsable_answers_are_not_won(judge, capsys, monkeypatch, bad):
     assert (w["unparsable"], w["won"] + w["lost"], w["value"]) == (bad, 13 - bad, w["won"] / 13)
     assert [row["verdict"] for row in samples].count("unparsable") == bad
     assert f"lost, {bad} unparsable, mean" in capsys.readouterr().out
+
+
+def body(choices, **more):
+    return json.dumps({"id": "1", "object": "chat.completion", "choices": choices} | more).encode()
+
+
+def said(**message):
+    return {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": None} | message}
+
+
+NO_ANSWER = {
+    "choices null": body(None, error={"message": f"Upstream overloaded, {KEY}", "code": 502}),
+    "choices empty": body([]),
+    "choices missing": b'{"error": {"message": "Upstream overloaded"}}',
+    "choice null": body([None]),
+    "message null": body([said() | {"message": None}]),
+    "content null": body([said()]),
+    "refusal": body([said(refusal="No.")], usage=None),
+    "no text in parts": body([said(content=[{"type": "image"}, None])]),
+    **{
+        reason: body([said(content="A") | {"finish_reason": reason}])
+        for reason in ("length", "content_filter", "error")
+    },
+}
+PARTS = [{"type": "text", "text": "One is kind.\n"}, {"type": "text", "text": '{"1": true, "2": true, "3": true}\nA'}]
+
+
+@pytest.mark.parametrize("reply", NO_ANSWER)
+def test_a_reply_without_an_answer_is_unparsable_and_asked_for_again(judge, capsys, reply):
+    w, samples = judge(
+        lambda number, text: NO_ANSWER[reply] if number == 2 else tasteful(number, text), at_once=1
+    ).run()
+    assert w["unparsable"] == 1 and [row["verdict"] for row in samples].count("unparsable") == 1
+    assert len(Path("out/judge_answers.jsonl").read_text().splitlines()) == 12
+    assert KEY not in capsys.readouterr().out
+
+
+def test_an_answer_in_parts_is_read(judge):
+    assert judge(lambda *_: body([said(content=PARTS)])).run()[0]["unparsable"] == 0
+
+
+@pytest.mark.parametrize("reply", [*NO_ANSWER.values(), None, b"[]", b"null", b'{"choices": ['])
+def test_a_rubric_abstains_where_a_reply_has_no_answer(judge, monkeypatch, reply):
+    judge(lambda number, _: reply if number == 1 else body([said(content=PARTS)]), at_once=1)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "judge"))
+    rubric = importlib.import_module("rubric")
+    points = asyncio.run(rubric.rubric(["p"] * 3, ["c"] * 3))
+    assert points == pytest.approx([0.6, math.nan, 0.6], nan_ok=True)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import metaspace_tokenizer, tiny_config, word_tokenizer
-from short_runs import contents
+from short_runs import contents, start
 from transformers import GenerationConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from rlhf_details import toy, train_distill, train_dpo, train_rloo, train_sft
@@ -126,6 +127,23 @@ def save(folder, model=None, tokenizer=None, page=train_rloo, **flags):
     model_folder.save_words(args, tokenizer, "", beside)
     assert model_folder.put(args, beside, seen) == folder
     return args
+
+
+@pytest.mark.parametrize(
+    "case, flags",
+    [
+        ("sft", {"base_model": "dropping/policy"}),
+        *[(case, {}) for case in ("reward-shift", "dpo", "rloo", "grpo-steps", "ppo-shared", "distill", "agent")],
+        ("rloo", {"lora_rank": 2}),
+    ],
+)
+def test_a_saved_configuration_has_the_dropout_that_the_model_came_with(tiny, in_tmp, case, flags):
+    shutil.copytree(tiny, "dropping")
+    rates = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+    for path in Path("dropping").glob("*/config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | rates))
+    start(in_tmp / "dropping", case, **flags)
+    assert rates.items() <= json.loads(Path("model/config.json").read_text()).items()
 
 
 def test_a_saved_model_replaces_the_old_folder_whole_and_a_save_that_fails_loses_none(in_tmp):

@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import wandb
+from accelerate.tracking import TensorBoardTracker, WandBTracker
 from helpers import read_metrics, run_page
-from short_runs import after_row, start
+from short_runs import after_row, error_line, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_file import read_runs, table
 
 from rlhf_details import toy
+from rlhf_details.plumbing import console
 from rlhf_details.plumbing.outputs import trackers
 
 OPTIONS = dict(track=True, wandb_tags=("mine",), num_sample_generations=2, eval_dataset="toy:test", take=24, seed=7)
@@ -51,6 +54,56 @@ def test_lines_are_readable_and_a_resumed_run_keeps_them(in_tmp):
     trackers.cut_rows(path, 3)
     assert path.read_text(encoding="utf-8") == written
     assert [json.loads(line)["response"] for line in open(path, encoding="utf-8")] == texts
+
+
+BOARD, WANDB = TensorBoardTracker, WandBTracker
+
+
+@pytest.mark.parametrize(
+    "name, owner, method",
+    [
+        ("tensorboard", BOARD, "log"),
+        ("tensorboard", BOARD, "finish"),
+        ("wandb", WANDB, "log"),
+        ("wandb", WANDB, "log_table"),
+        ("wandb", WANDB, "finish"),
+        ("wandb", wandb.Run, "log_code"),
+    ],
+)
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), wandb.Error("gone")])
+def test_a_tracker_that_fails_costs_a_line_and_no_run(
+    tiny, few_prompts, offline_wandb, monkeypatch, capsys, name, owner, method, error
+):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(owner, method, fail)
+    rows = run_page("train_rloo", tiny, **OPTIONS)
+    assert [row["update"] for row in rows] == [0, 1, 2, 3]
+    assert len(Path("runs/run/samples.jsonl").read_text().splitlines()) == 8
+    said = capsys.readouterr()
+    assert [x for x in said.out.splitlines() if "has failed" in x] == [
+        f"warning: {name} has failed ({console.in_one_line(error)}); metrics.jsonl has what it lacks"
+    ]
+    assert "error:" not in said.err
+    if name == "wandb":  # The other one goes on.
+        board = EventAccumulator("runs/run").Reload()
+        assert [x.step for x in board.Scalars("update")] == [row["episode"] for row in rows]
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "samples.jsonl"])
+def test_a_full_disk_ends_the_run_with_its_line(tiny, few_prompts, offline_wandb, monkeypatch, capsys, full):
+    real = trackers.append_rows
+    monkeypatch.setattr(trackers, "append_rows", lambda path, x: real("/dev/full" if path.name == full else path, x))
+    with pytest.raises(SystemExit) as end:
+        run_page("train_rloo", tiny, **OPTIONS)
+    assert "runs/run cannot be written ([Errno 28] No space left on device)" in error_line(capsys, end, code=1)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), wandb.Error("gone")])
+def test_wandb_that_does_not_start_is_named(tiny, few_prompts, offline_wandb, monkeypatch, fails, error):
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=error))
+    assert "--track: Weights & Biases cannot be started (" in fails(run_page, "train_rloo", tiny, track=True)
 
 
 def test_without_a_login_a_line_says_so(tiny, in_tmp, monkeypatch, fails):

@@ -128,6 +128,7 @@ def of_text(row, name):
 
 
 CONVERSATIONS = "messages", "conversations"
+BESIDE = *CONVERSATIONS, "chosen"  # what may hold messages where the prompt is a text
 FORMS = {  # The first of the columns counts.
     "prompt": of_column,
     "messages": of_conversation,
@@ -382,6 +383,14 @@ def encode(args, flag, rows, tokenizer, context, column=None, num_sampled=0):
     if marked_otherwise:
         what = f"in {len(marked_otherwise)} rows the generation marks of the chat template train other tokens than"
         console.say(f"--{flag}: {what} the answers with the tokens that end them; its marks are used")
+    if tokenizer.chat_template and args.prompt_template is None:
+        texts = [row for row in found if isinstance(row.columns["prompt"], str)]
+        if bare := [row for row in texts if any(is_messages(row.columns.get(name)) for name in BESIDE)]:
+            of_first = (name for name in BESIDE if is_messages(x := bare[0].columns.get(name)) and len(x) > 1)
+            whole = next(of_first, None)
+            hint = f'--prompt_template "{{{whole}}}" reads the messages' if whole else "give the prompts as messages"
+            what = counted(bare, "prompts are texts with messages beside them")
+            console.say(f"{what}; texts are read without the chat template; {hint}")
     chats = [row for row in found if is_messages(row.columns["prompt"])]
     calling = [row for row in chats if any(m.get("tool_calls") for m in row.columns["prompt"])]
     templates = [tokenizer.get_chat_template(tools=row.options.get("tools")) for row in calling]

@@ -219,6 +219,8 @@ def load(kind, path, flag, args, **options):
         for p in set(model.parameters()) - text:
             p.requires_grad_(False)
     model.source = flag, str(path)  # for lm_head
+    # What the pages set to 0, for the configuration of the model that is saved.
+    model.rates = {name: x for name, x in vars(model.config).items() if isinstance(x, float) and "drop" in name}
     return set_up_for_training(model, args), missing, unexpected
 
 

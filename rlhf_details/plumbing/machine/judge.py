@@ -106,7 +106,8 @@ async def ask_all(args, pairs, path, api_key):
                 if key not in kept:
                     async with asyncio.timeout(limit):
                         kept[key] = await ask(client, text, options)
-                    print(json.dumps({key: kept[key]}, ensure_ascii=False), file=file, flush=True)
+                    if kept[key]:  # Where there is no answer, a second start may get one.
+                        print(json.dumps({key: kept[key]}, ensure_ascii=False), file=file, flush=True)
                 found[number] = verdict_by_answer(kept[key], letter), kept[key]
         except TimeoutError as e:
             raise TimeoutError(f"no whole answer to a question within {limit:g} s") from e
@@ -126,7 +127,10 @@ async def ask_all(args, pairs, path, api_key):
 
 
 async def ask(client, text, options):
-    """The judge's answer to a question. options: of all questions, which lose a temperature that the judge refuses."""
+    """The judge's answer to a question, "" where there is none.
+
+    Args: options, of all questions, which lose a temperature that the judge refuses.
+    """
     import openai
 
     given = dict(options)  # Another question may change them meanwhile.
@@ -139,5 +143,14 @@ async def ask(client, text, options):
         if options.pop("temperature", None) is not None:
             console.say(f"judge {given['model']}: refuses temperature 0, so it answers at its own temperature")
         return await ask(client, text, options)
-    choice = completion.choices[0]
-    return str(choice.message.content or "") if choice.finish_reason != "length" else ""  # Half an answer is none.
+    choice = next(iter(completion.choices or ()), None)
+    if (
+        not choice or not choice.message
+    ):  # So hosted gateways answer, with status 200, when the model behind them fails.
+        why = console.in_one_line(getattr(completion, "error", None) or "no choices").replace(client.api_key, "***")
+        console.say(f"judge {given['model']}: a reply without an answer ({why})")
+        return ""
+    content = choice.message.content or ""
+    if isinstance(content, list):  # of parts
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return "" if choice.finish_reason in ("length", "content_filter", "error") else str(content)  # Half of it is none.

@@ -15,6 +15,15 @@ import psutil
 
 from rlhf_details.plumbing import console
 
+MAY_BE_OLD = (  # what one run writes and the next one may not; the Hub would keep it beside the new model
+    "model.safetensors*",
+    "model-*-of-*.safetensors",
+    "adapter/*",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*",
+)
+
 
 def script_of(args):
     """The script's file name, e.g. "train_rloo.py"."""
@@ -114,12 +123,12 @@ def open_repository(args):
 
 def push(args, repository):
     """Uploads output_dir, and says where it is, or that this failed. The model on the disk stays."""
-    message = f"Trained with {script_of(args)}"
+    options = dict(commit_message=f"Trained with {script_of(args)}", delete_patterns=list(MAY_BE_OLD))
     try:
-        api = huggingface_hub.HfApi()
-        pushed = api.upload_folder(repo_id=repository, folder_path=args.output_dir, commit_message=message)
+        pushed = huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=args.output_dir, **options)
         console.say(f"pushed to {repository}: {pushed.commit_url}")
     except Exception as e:  # The run is over, and no error of the network may spoil it.
-        again = shlex.join(["hf", "upload", repository, args.output_dir])
+        deleting = (word for pattern in MAY_BE_OLD for word in ("--delete", pattern))
+        again = shlex.join(["hf", "upload", repository, args.output_dir, *deleting])
         what = f"the model is whole in {args.output_dir}; to repeat: {again}"
         console.complain(f"--push_to_hub: {console.in_one_line(e)}; {what}")

@@ -1,5 +1,6 @@
 """The folder of a trained model, --output_dir, as other tools load it."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -41,6 +42,9 @@ def save_weights(args, model, tokenizer, name):
     folder = atomic.beside(Path(args.output_dir).resolve(), name)
     while folder.exists():
         folder = atomic.beside(folder, name)
+    model.config = copy.deepcopy(model.config)
+    for name, rate in getattr(model, "rates", {}).items():  # Who trains the model further may want its dropout.
+        setattr(model.config, name, rate)
     with atomic.replacing(folder) as partial:
         if hasattr(model, "peft_config"):
             models.save_adapter(model, partial / "adapter", getattr(args, "sft_model_path", None) or args.base_model)

@@ -196,8 +196,7 @@ class Run:
         update = row["update"]
         now = time.monotonic()
         trackers.append_rows(metrics, [row])
-        # openrlbenchmark reads global_step.
-        self.accelerator.log(row | {"global_step": row["episode"]}, step=row["episode"])
+        trackers.log(self.accelerator, row)
         if update in (1, self.num_updates) or now - self.shown > 5:
             left = (now - self.begun) / max(1, update - self.first_update + 1) * (self.num_updates - update)
             console.say(f"{update}/{self.num_updates}  {trackers.in_words(row)}  eta {left:.0f}s")
@@ -298,10 +297,7 @@ class Run:
         with contextlib.suppress(ValueError):  # The thread of --overlap may end a run as well.
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        for tracker in self.accelerator.trackers:
-            # What could not be written has been reported already. A tracker that never started has nothing to finish.
-            with contextlib.suppress(OSError, AttributeError):
-                tracker.finish()
+        trackers.to_each(self.accelerator, lambda tracker: tracker.finish())
         if self.lock:
             self.lock.close()
 

@@ -40,15 +40,16 @@ def start(args, accelerator, folder, about, update, prompts):
     """
     # Event files are never cut. TensorBoard is told to forget what they say about later updates.
     purge_step = update * args.batch_size + 1 if update else 0
-    accelerator.log_with = [TensorBoardTracker(folder.name, folder.parent, purge_step=purge_step)]
+    board = TensorBoardTracker(folder.name, folder.parent, purge_step=purge_step)
+    board.start()
+    accelerator.trackers.append(board)
     if not args.track:
-        accelerator.init_trackers(folder.name)
         return None
     import wandb
 
     # The commit is a tag as well, so that filters compare versions. 64 letters are the most that wandb takes.
     tags = [*args.wandb_tags, *filter(None, [git("describe", "--tags", "--always", "--dirty")[:64]])]
-    of_wandb = WandBTracker(
+    tracker = WandBTracker(
         args.wandb_project_name,
         entity=args.wandb_entity,
         name=folder.name,
@@ -60,28 +61,47 @@ def start(args, accelerator, folder, about, update, prompts):
         id=about.get("wandb_id"),
         resume="allow",
     )
-    accelerator.log_with.append(of_wandb)
     try:
         # Where there is a terminal, it asks for a key. Behind a launcher nobody may see the question.
         if wandb.setup().settings.mode == "online" and not wandb.login(timeout=10, verify=False):
             raise ValueError("no login")
-        accelerator.init_trackers(folder.name)
-    except (wandb.errors.Error, ValueError) as e:  # ValueError: wandb does not take the tag or the name.
+        tracker.start()
+    except (wandb.errors.Error, ValueError, OSError) as e:  # ValueError: wandb does not take the tag or the name.
         hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         console.fail(f"--track: Weights & Biases cannot be started ({console.in_one_line(e)}); {hint}")
-    tracker = accelerator.get_tracker("wandb")
-    tracker.tracker.log_code(str(Path(__file__).parents[2]))  # all Python files of the package
+    accelerator.trackers.append(tracker)
+    code = str(Path(__file__).parents[2])  # all Python files of the package
+    to_each(accelerator, lambda tracker: tracker.name == "wandb" and tracker.tracker.log_code(code))
     if not update:
         rows = [{name: str(x) for name, x in prompt.columns.items()} for prompt in prompts[:8]]
         log_table(accelerator, "data/rows", rows, 0)
     return tracker.tracker
 
 
+def to_each(accelerator, act):
+    """Calls act(tracker) with each tracker. One that fails is left out from then on, since the run's files have all."""
+    for tracker in list(accelerator.trackers):
+        try:
+            act(tracker)
+        except Exception as e:  # such as an error of the network, which no full disk is
+            accelerator.trackers.remove(tracker)
+            console.say(
+                f"warning: {tracker.name} has failed ({console.in_one_line(e)}); metrics.jsonl has what it lacks"
+            )
+
+
+def log(accelerator, row):
+    """Shows a row of metrics in each tracker."""
+    values = row | {"global_step": row["episode"]}  # openrlbenchmark reads it.
+    to_each(accelerator, lambda tracker: tracker.log(values, step=row["episode"]))
+
+
 def log_table(accelerator, name, rows, step):
     """Shows rows as a table of Weights & Biases."""
     import pandas
 
-    accelerator.get_tracker("wandb").log_table(name, dataframe=pandas.DataFrame(rows), step=step)
+    table = pandas.DataFrame(rows)
+    to_each(accelerator, lambda each: each.name == "wandb" and each.log_table(name, dataframe=table, step=step))
 
 
 # ---- the run's own files ---------------------------------------------------------------------------------------------
