@@ -5,6 +5,7 @@ The policy is a stand-in, as in test_turns.py.
 
 import json
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,24 +194,37 @@ def hangs(x):
 """
 
 
+def spin(is_over):
+    """Computes until an event."""
+    while not is_over.is_set():
+        pass
+
+
 @pytest.mark.parametrize(
-    "name, count, limit, peak",
+    "name, count, limit, peak, overlap",
     [
-        ("computes", 12, 1.5, 0),  # Six at once would take 1.8 s.
-        ("waits", 24, 1, tools.AT_ONCE),
-        ("is_awaited", 24, 1, 24),
-        ("hangs", 24, 0.5, tools.AT_ONCE),
+        ("computes", 12, 1.5, 0, False),  # Six at once would take 1.8 s.
+        ("waits", 40, 1, tools.AT_ONCE, False),
+        ("waits", 40, 1, tools.AT_ONCE, True),
+        ("is_awaited", 40, 1, 40, False),
+        ("hangs", 40, 0.5, tools.AT_ONCE, False),
     ],
 )
-def test_the_time_limit_is_one_of_a_call(in_tmp, capsys, name, count, limit, peak):
-    """As many episodes call in one turn. Calls that hang never hold up the next ones."""
+def test_the_time_limit_is_one_of_a_call(in_tmp, capsys, name, count, limit, peak, overlap):
+    """As many episodes call in one turn. Calls that hang never hold up the next ones. With `overlap` another thread
+    computes, as one that trains does.
+    """
     Path("counted.py").write_text(COUNTED)
     args = SimpleNamespace(tools=(f"counted.py:{name}",), tool_timeout=limit, chat_template_kwargs='{"tools": []}')
     calls = [json.dumps({"name": name, "arguments": {"x": x}}) for x in range(count)]
     environment, expected = tools.Tools(args, None), [str(x) for x in range(count)]
     if name == "hangs":
-        expected[0] = expected[12] = "error: no result within 0.5 s"
+        expected[::12] = ["error: no result within 0.5 s"] * 4
+    is_over = threading.Event()
+    if overlap:
+        threading.Thread(target=spin, args=(is_over,), daemon=True).start()
     found = environment(["hello?"] * count, [[f"<tool_call>{call}</tool_call>"] for call in calls])
+    is_over.set()
     assert [message["content"] for (message,) in found] == expected
     assert environment.functions[name].__globals__["peak"] == [peak]
     assert capsys.readouterr().out.count("--tool_timeout gives more") == (name == "hangs")

@@ -16,7 +16,14 @@ from rlhf_details.plumbing.inputs import data, stop_tokens
 from rlhf_details.plumbing.machine import environments
 
 FLAGS = dict(env_fn=f"{ROOT}/tests/environments.py:by_row", env_role="user", max_turns=8, max_observation_tokens=None)
-FLAGS |= dict(long_observation="cut", response_length=40, template_date=None, chat_template_kwargs="{}", tools=())
+FLAGS |= dict(
+    prompt_template=None,
+    long_observation="cut",
+    response_length=40,
+    template_date=None,
+    chat_template_kwargs="{}",
+    tools=(),
+)
 WORDS = toy.tokenizer("toy-tools")
 
 

@@ -52,27 +52,31 @@ class Tools:
         self.limit = args.tool_timeout
         self.tokenizer = tokenizer
         self.options = json.loads(args.chat_template_kwargs)
+        self.size = 1  # how many functions that are no coroutines begin together
         self.has_warned = False
 
     def __call__(self, prompts, completions):
         """What the calls in the last turn of each episode return, as messages, or None where it calls nothing."""
         found = [self.calls_in(turns[-1]) for turns in completions]
         calls = [call for calls in found for call in calls]
-        answers = dict(self.at_once([x for x in enumerate(calls) if self.is_coroutine(x[1])]))
+        answers = dict(self.at_once([x for x in enumerate(calls) if self.is_coroutine(x[1])], []))
         waiting = [x for x in enumerate(calls) if x[0] not in answers]
-        size = 1
         while waiting:
-            start = time.monotonic(), time.process_time()
-            answers |= self.at_once(waiting[:size])
-            waiting = waiting[size:]
-            computes = time.process_time() - start[1] > (time.monotonic() - start[0]) / 4
-            size = 1 if computes else AT_ONCE
+            seconds, start = [], (time.monotonic(), time.process_time())
+            together, waiting = waiting[: self.size], waiting[self.size :]
+            answers |= self.at_once(together, seconds)
+            # Of late calls only the whole process's seconds are known, with those of an update under --overlap.
+            busy = sum(seconds) if len(seconds) == len(together) else time.process_time() - start[1]
+            self.size = 1 if busy > (time.monotonic() - start[0]) / 4 else AT_ONCE
         answers = iter([answers[i] for i in range(len(calls))])
         return [[next(answers) for _ in calls] or None for calls in found]
 
-    def at_once(self, calls):
-        """[(number, the message that answers the call)] of calls that begin together. calls: [(number, call)]."""
-        begun = [self.begin(call) for _, call in calls]
+    def at_once(self, calls, seconds):
+        """[(number, the message that answers the call)] of calls that begin together.
+
+        Args: calls, [(number, call)]; seconds, a list that gets the processor seconds of each call that ends in time.
+        """
+        begun = [self.begin(call, seconds) for _, call in calls]
         wait(begun, self.limit)
         return [(i, self.message(call, future)) for (i, call), future in zip(calls, begun, strict=True)]
 
@@ -99,18 +103,19 @@ class Tools:
         with contextlib.suppress(Exception):
             return inspect.iscoroutinefunction(self.find(call)[0])
 
-    def begin(self, call):
-        """The Future of what a call returns."""
+    def begin(self, call, seconds):
+        """The Future of what a call returns. `seconds` gets what it has used of the processor."""
         future = Future()
 
         def run():
             try:
                 function, arguments = self.find(call)
                 result = user_code.result_of(function(**arguments))
-                is_text = isinstance(result, str)
-                future.set_result(result if is_text else json.dumps(result, default=str, ensure_ascii=False))
+                said = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
             except BaseException as e:  # The user's code may raise what it likes, and call exit().
-                future.set_result(f"error: {console.in_one_line(e)}")
+                said = f"error: {console.in_one_line(e)}"
+            seconds.append(time.thread_time())
+            future.set_result(said)
 
         threading.Thread(target=run, daemon=True).start()
         return future
