@@ -144,9 +144,8 @@ async def ask(client, text, options):
             console.say(f"judge {given['model']}: refuses temperature 0, so it answers at its own temperature")
         return await ask(client, text, options)
     choice = next(iter(completion.choices or ()), None)
-    if (
-        not choice or not choice.message
-    ):  # So hosted gateways answer, with status 200, when the model behind them fails.
+    if not choice or not choice.message:
+        # So hosted gateways answer, with status 200, when the model behind them fails.
         why = console.in_one_line(getattr(completion, "error", None) or "no choices").replace(client.api_key, "***")
         console.say(f"judge {given['model']}: a reply without an answer ({why})")
         return ""
