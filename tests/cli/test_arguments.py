@@ -175,7 +175,8 @@ def test_help_has_every_flag_in_its_group_and_an_example_that_gives_what_is_requ
     assert start == f"{script}.py"
     for name in {"sft_model_path", "policy_path"} & texts.keys():
         assert getattr(args, name) and "(required unless --dataset is toy" in texts[name]
-        assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None}))
+        env = {"env_fn": f"{ROOT}/tests/environments.py:silent"} if getattr(args, "env_fn", None) else {}
+        assert f"--{name}: required" in fails(SCRIPTS[script].main, dataclasses.replace(args, **{name: None} | env))
     of_toy = flags_shown(shown_by_help(kind))
     for name, value in SCRIPTS[script].presets[kind().dataset.partition(":")[0]].items():
         value = " ".join(map(str, value)) if isinstance(value, tuple) else value

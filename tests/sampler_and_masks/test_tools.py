@@ -172,7 +172,7 @@ def count(f):
     peak[0] = max(peak[0], len(running))
 
 def computes(x):
-    end = time.thread_time() + 0.3
+    end = time.thread_time() + 0.1
     while time.thread_time() < end:
         pass
     return x
@@ -203,7 +203,7 @@ def spin(is_over):
 @pytest.mark.parametrize(
     "name, count, limit, peak, overlap",
     [
-        ("computes", 12, 1.5, 0, False),  # Six at once would take 1.8 s.
+        ("computes", 60, 5, 0, False),  # All at once they would take 6 s.
         ("waits", 40, 1, tools.AT_ONCE, False),
         ("waits", 40, 1, tools.AT_ONCE, True),
         ("is_awaited", 40, 1, 40, False),
