@@ -236,7 +236,7 @@ def sample_slice(policy, queries, query_mask, episodes, n, response_length, stop
         token = (logits + noise.gumbel_noise(noise.fold(keys, t), logits.size(-1))).argmax(-1)  # [B]
         responses[:, t], mask[:, t] = token * alive, alive
         logprobs[:, t] = (logits.gather(1, token.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)) * alive
-        # There may be several: Gemma's turns end with <end_of_turn>, which is not its EOS. [GEN-16]
+        # There may be several stop tokens: Gemma's turns end with <end_of_turn>, not with EOS. [GEN-16]
         # The stop token itself stays in the mask. [GEN-5]
         alive = alive & ~torch.isin(token, stop_ids) & (t + 1 < room)
         # `any` synchronises with the GPU, so check every 16 steps and waste at most 15.

@@ -97,7 +97,7 @@ def main(updates=100):
 
         # ---- 4. Advantages: each score minus the mean of its group, divided by the group's standard deviation
         groups = scores.reshape(-1, k)  # [B / k, k]
-        groups = groups - groups[:, :1]  # Rounding of equal scores would be divided by 1e-4.
+        groups = groups - groups[:, :1]  # Otherwise the rounding of equal scores is divided by 1e-4.
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)  # [GRPO-1]
         advantages = advantages.reshape(-1, 1)  # [B, 1], the same for all tokens of a response
 
