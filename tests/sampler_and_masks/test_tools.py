@@ -230,6 +230,20 @@ def test_the_time_limit_is_one_of_a_call(in_tmp, capsys, name, count, limit, pea
     assert capsys.readouterr().out.count("--tool_timeout gives more") == (name == "hangs")
 
 
+@pytest.mark.parametrize("seconds, peak", [(1.0, 1), (0.0, tools.AT_ONCE)])
+def test_functions_that_compute_run_one_by_one(in_tmp, monkeypatch, seconds, peak):
+    """`seconds` of the processor are what each call has used, while no time passes."""
+    Path("counted.py").write_text(COUNTED)
+    args = SimpleNamespace(tools=("counted.py:waits",), tool_timeout=30, chat_template_kwargs='{"tools": []}')
+    clocks = {name: lambda x=x: x for name, x in dict(monotonic=0, process_time=0, thread_time=seconds).items()}
+    environment = tools.Tools(args, None)
+    monkeypatch.setattr(tools, "time", SimpleNamespace(**clocks))
+    call = json.dumps({"name": "waits", "arguments": {"x": 1}})
+    for _ in range(2):  # What was seen is remembered in the next turn.
+        environment(["hello?"] * 34, [[f"<tool_call>{call}</tool_call>"]] * 34)
+        assert environment.functions["waits"].__globals__["peak"] == [peak] and environment.size == peak
+
+
 def test_a_long_result_is_cut_and_the_other_one_stays():
     tokenizer = tokenizer_of("chatml")
     long = json.dumps({"name": "double", "arguments": {"x": "9" * 200}})
